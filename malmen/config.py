@@ -1,0 +1,162 @@
+"""Every setting, once. Unknown keys are errors; defaults are the paper's (appendix A.6)."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from malmen.errors import EditError
+
+
+class Section(BaseModel):
+    """A group of settings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(Section):
+    """The language model to edit."""
+
+    name: str = Field("builtin", description="`builtin`, a folder, a .gguf file, or a hub name")
+    revision: str | None = Field(None, description="a hub revision")
+    kind: Literal["auto", "decoder", "encoder-decoder", "classifier"] = "auto"
+    device: str = Field("auto", description="`auto`, `cpu`, `cuda`, `cuda:1`, …")
+    dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = Field(
+        "auto", description="`auto` is bfloat16 on a GPU that has it, else float32"
+    )
+
+
+class EditorConfig(Section):
+    """The hyper-network and the way its wishes are merged."""
+
+    layers: str | list[str] = Field("last:6", description="`last:K`, `first:K`, `all`, or module names")
+    ffn: Literal["first", "second"] = Field("second", description="which linear of the FFN a rule means")
+    tokens: Literal["answer", "all"] = Field("answer", description="whose keys and gradients are used")
+    aggregation: Literal["least_squares", "sum"] = Field("least_squares", description="`sum` is MEND")
+    regularisation: bool = Field(True, description="whether the normal equation is damped")
+    rank: int = Field(1920, gt=0)
+    blocks: int = Field(2, ge=0)
+    edit_lr: float = Field(1e-6, gt=0, description="initial η, learned per layer")
+    damping: float = Field(1.0, gt=0, description="initial λ_ℓ, learned per layer")
+
+
+class TrainingConfig(Section):
+    """Meta-training."""
+
+    num_edits: int = Field(64, gt=0, description="m, edits per step")
+    steps: int = Field(1000, ge=0)
+    meta_lr: float = Field(1e-5, gt=0)
+    scalar_lr: float | None = Field(None, gt=0, description="for log edit-lr and log damping; default meta_lr")
+    schedule: Literal["constant", "cosine"] = Field("constant", description="of both learning rates over the steps")
+    locality_coef: float = Field(1.0, ge=0, description="λ_loc of eq. 1")
+    max_grad_norm: float = Field(1.0, gt=0)
+    equivalents_per_edit: int = Field(1, gt=0, description="sampled per edit and step")
+    unrelated_per_edit: int = Field(1, ge=0, description="sampled per edit and step")
+    include_edit: bool = Field(False, description="the edit itself counts among its equivalents")
+    eval_every: int = Field(0, ge=0, description="steps between evaluations; 0: only at the end")
+    eval_edits: int | None = Field(None, gt=0, description="edits per evaluation; default num_edits")
+    checkpoint_every: int = Field(100, gt=0)
+
+
+class DataConfig(Section):
+    """Edit records and how they become tokens."""
+
+    train: str = Field("builtin", description="`builtin` or a file")
+    validation: str = Field("builtin", description="`builtin` or a file")
+    format: Literal["auto", "malmen", "zsre", "counterfact", "fever"] = "auto"
+    prompt_format: Literal["raw", "chat"] = "raw"
+    max_length: int = Field(512, gt=1)
+    overlong: Literal["error", "truncate"] = "error"
+    append_eos: bool | None = Field(None, description="end answers with EOS; default: only encoder-decoders")
+
+
+class BatchConfig(Section):
+    """How the work is cut; no result depends on it."""
+
+    token_budget: int = Field(4096, gt=0, description="padded tokens per LM micro-batch")
+    hypernet_rows: int = Field(4096, gt=0, description="tokens per hyper-network batch")
+
+
+class Config(Section):
+    """A whole run."""
+
+    seed: int = 0
+    model: ModelConfig = ModelConfig()
+    editor: EditorConfig = EditorConfig()
+    training: TrainingConfig = TrainingConfig()
+    data: DataConfig = DataConfig()
+    batch: BatchConfig = BatchConfig()
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+    """A YAML file with `section.key=value` overrides on top."""
+    raw: Any = {}
+    if path is not None:
+        try:
+            raw = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except OSError as error:
+            raise EditError(f"cannot read the config {path}: {error.strerror}") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise EditError(f"the config {path} is not YAML: {' '.join(str(error).split())}") from error
+        if not isinstance(raw, dict):
+            raise EditError(f"the config {path} holds a {type(raw).__name__}; expected sections with keys")
+    for override in overrides:
+        _override(raw, override)
+    return parse_config(raw, str(path) if path else "the overrides")
+
+
+def parse_config(raw: dict[str, Any], source: str) -> Config:
+    """A config from plain values; EditError names every wrong key and the nearest right one."""
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        lines = [_explain(problem) for problem in error.errors()]
+        raise EditError(f"{source}: " + "; ".join(lines)) from error
+
+
+def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """Every setting as `section.key`."""
+    keys: list[str] = []
+    for name, field in model.model_fields.items():
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            keys += known_keys(annotation, f"{prefix}{name}.")
+        else:
+            keys.append(prefix + name)
+    return keys
+
+
+def _override(raw: dict[str, Any], override: str) -> None:
+    name, equals, value = override.partition("=")
+    if not equals:
+        raise EditError(f"cannot read the override {override!r}: expected `key=value`, e.g. training.steps=100")
+    path = _full_name(name).split(".")
+    for part in path[:-1]:
+        raw = raw.setdefault(part, {})
+        if not isinstance(raw, dict):
+            raise EditError(f"cannot set {name!r}: {part!r} is not a section")
+    try:
+        raw[path[-1]] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise EditError(f"cannot read the value of {override!r}") from error
+
+
+def _full_name(name: str) -> str:
+    """`aggregation` is enough for `editor.aggregation` where only one section has such a key."""
+    if "." in name or name in Config.model_fields:
+        return name
+    matches = [key for key in known_keys() if key.endswith(f".{name}")]
+    return matches[0] if len(matches) == 1 else name
+
+
+def _explain(problem: Any) -> str:
+    name = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(name, known_keys(), n=3, cutoff=0.4) or known_keys()
+        return f"unknown key {name!r}; did you mean {' or '.join(near)}?"
+    return f"{name}: {problem['msg']} (given {problem['input']!r})"

@@ -1,0 +1,128 @@
+"""Checking a data file before it is used: every problem with its line, its field and its remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from malmen.data.formats import ParsedFile, ParsedRow, parse_file
+from malmen.data.records import EditRecord, Fact
+from malmen.data.rows import WHOLE_FILE, Problem, quote
+
+__all__ = ["Problem", "Report", "check_file"]
+
+LONG_ANSWER = 400  # characters; facts are short, so a longer answer is rarely meant
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a file holds and what is wrong with it; `unit` is what the lines of the problems count."""
+
+    path: str
+    format: str
+    unit: str
+    records: int
+    equivalents: int
+    unrelated: int
+    problems: list[Problem]
+
+    @property
+    def ok(self) -> bool:
+        """No errors; warnings are allowed."""
+        return not self.errors
+
+    @property
+    def errors(self) -> list[Problem]:
+        return [problem for problem in self.problems if problem.severity == "error"]
+
+    @property
+    def warnings(self) -> list[Problem]:
+        return [problem for problem in self.problems if problem.severity == "warning"]
+
+    def as_dict(self) -> dict[str, object]:
+        """Everything, for JSON."""
+        return {"ok": self.ok} | asdict(self)
+
+    def as_text(self, limit: int = 20) -> str:
+        """The first problems with their remedies, errors before warnings, and a line that sums up."""
+        lines = []
+        for problem in [*self.errors, *self.warnings][:limit]:
+            lines += [f"{problem.severity}: {problem.place(self.unit)}{problem.message}", f"  {problem.remedy}"]
+        if len(self.problems) > limit:
+            lines.append(f"... and {len(self.problems) - limit} more problems")
+        counts = {"record": self.records, "equivalent": self.equivalents, "unrelated tuple": self.unrelated}
+        held = ", ".join(_count(number, noun) for noun, number in counts.items())
+        found = f"{_count(len(self.errors), 'error')}, {_count(len(self.warnings), 'warning')}"
+        return "\n".join([*lines, f"{self.path} ({self.format}): {held}; {found}"])
+
+
+def check_file(path: str | Path, format: str = "auto", max_chars: int = 2000) -> Report:
+    """Everything that is wrong with the file: in its rows, in their texts, and between rows."""
+    parsed = parse_file(path, format)
+    records = [row.record for row in parsed.rows if row.record is not None]
+    problems = [
+        *_check_bare(records),
+        *parsed.problems,
+        *(problem for row in parsed.rows for problem in _check_texts(row, max_chars)),
+        *_check_repeats(parsed),
+    ]
+    return Report(
+        path=str(path),
+        format=parsed.format,
+        unit=parsed.unit,
+        records=len(records),
+        equivalents=sum(len(record.equivalents) for record in records),
+        unrelated=sum(len(record.unrelated) for record in records),
+        problems=sorted(problems, key=lambda problem: problem.line),
+    )
+
+
+def _check_texts(row: ParsedRow, max_chars: int) -> Iterator[Problem]:
+    for text in row.texts:
+        length = len(text.value)
+        if length > max_chars:
+            message = f"the {text.role} has {length} characters, at most {max_chars} are allowed"
+            yield Problem(row.line, text.field, message, f"Shorten the {text.role}, or remove the row.")
+        elif text.role == "answer" and length > LONG_ANSWER:
+            message = f"the answer has {length} characters, more than {LONG_ANSWER}"
+            yield Problem(row.line, text.field, message, "Shorten the answer to the fact itself.", "warning")
+        if text.role == "answer" and text.value.strip() and text.value != text.value.strip():
+            message = f"the answer {quote(text.value)} begins or ends with white space, which becomes part of the edit"
+            yield Problem(row.line, text.field, message, "Remove the white space around the answer.", "warning")
+
+
+def _check_repeats(parsed: ParsedFile) -> Iterator[Problem]:
+    """The same prompt in several rows: a duplicate, or a contradiction."""
+    first: dict[str, tuple[int, Fact]] = {}
+    for row in parsed.rows:
+        if row.record is None:
+            continue
+        edit = row.record.edit
+        line, before = first.setdefault(edit.prompt.strip(), (row.line, edit))
+        if line == row.line:
+            continue
+        here, there = quote(edit.answer), quote(before.answer)
+        if edit.answer.strip() == before.answer.strip():
+            message = f"the prompt and its answer stand on {parsed.unit} {line} already"
+            yield Problem(row.line, "", message, "Remove one of the two rows.", "warning")
+        else:
+            message = f"the prompt {quote(edit.prompt)} has the answer {here}, but {there} on {parsed.unit} {line}"
+            yield Problem(row.line, "", message, "Decide for one answer and remove the other row.")
+
+
+def _check_bare(records: list[EditRecord]) -> Iterator[Problem]:
+    """One warning for all records that nothing measures generality or locality on."""
+    counts = {
+        "equivalents": sum(not record.equivalents for record in records),
+        "unrelated tuples": sum(not record.unrelated for record in records),
+    }
+    lacking = [f"{count} have no {what}" for what, count in counts.items() if count]
+    if lacking:
+        message = f"of {len(records)} records, {' and '.join(lacking)}"
+        remedy = "Add some where you can: training and evaluation of an editor need both kinds."
+        yield Problem(WHOLE_FILE, "", message, remedy, "warning")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,201 @@
+"""From facts to token batches, for each kind of language model.
+
+A fact becomes the model's inputs, the positions whose output predicts the answer, and the answer's
+tokens. Everything downstream (losses, traces, metrics) sees only those three.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from malmen.data.records import Fact
+from malmen.errors import EditError
+
+log = logging.getLogger(__name__)
+
+Kind = Literal["decoder", "encoder-decoder", "classifier"]
+CLASSES = ("REFUTES", "SUPPORTS")  # a classifier's answers, by index
+
+
+@dataclass(frozen=True)
+class EncodedFact:
+    """One fact in tokens; position p of the answered sequence predicts targets[p - first]."""
+
+    input_ids: list[int]  # the sequence the answer is read from: decoder inputs, or BERT's
+    first: int  # the first position that predicts an answer token
+    targets: list[int]
+    encoder_ids: list[int] | None = None  # the prompt of an encoder-decoder
+
+    @property
+    def length(self) -> int:
+        """Tokens the model runs for it."""
+        return len(self.input_ids) + len(self.encoder_ids or ())
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Padded facts. Answers are listed fact by fact: the n-th True of `answer_mask` has `targets[n]`."""
+
+    inputs: dict[str, Tensor]
+    answer_mask: Tensor  # (facts, length) bool
+    targets: Tensor  # (answer tokens,)
+    facts: Tensor  # (facts,): each row's index in the list that was batched
+    masks: dict[str, Tensor]  # real (not padded) tokens of each stack, (facts, length) bool
+
+    def traced_mask(self, stack: str, tokens: str) -> Tensor:
+        """The tokens whose keys and value gradients are used (§5: those that output the answer).
+
+        No encoder token outputs an answer in an encoder-decoder: there the whole prompt is used.
+        """
+        if tokens == "all" or stack != "decoder":
+            return self.masks[stack]
+        return self.answer_mask
+
+    def fact_of(self, mask: Tensor) -> Tensor:
+        """The fact's index for each True of a mask (facts, length)."""
+        return self.facts[:, None].expand_as(mask)[mask]
+
+    def to(self, device: torch.device) -> TokenBatch:
+        """The batch on another device."""
+        return TokenBatch(
+            {name: tensor.to(device) for name, tensor in self.inputs.items()},
+            self.answer_mask.to(device),
+            self.targets.to(device),
+            self.facts.to(device),
+            {name: tensor.to(device) for name, tensor in self.masks.items()},
+        )
+
+
+@dataclass
+class FactEncoder:
+    """Facts to tokens with one tokenizer; counts what it had to truncate."""
+
+    tokenizer: Any
+    kind: Kind
+    prompt_format: Literal["raw", "chat"] = "raw"
+    max_length: int = 512
+    overlong: Literal["error", "truncate"] = "error"
+    append_eos: bool | None = None  # None: only where the kind needs it to know where an answer ends
+    decoder_start: int = 0
+    truncated: int = 0
+
+    def encode(self, fact: Fact) -> EncodedFact:
+        """One fact; EditError where it cannot be encoded."""
+        if not fact.answer.strip() or not fact.prompt.strip():
+            raise EditError(f"a fact needs a prompt and an answer; given prompt {fact.prompt!r}, answer {fact.answer!r}")
+        encoded = {
+            "decoder": self._decoder,
+            "encoder-decoder": self._encoder_decoder,
+            "classifier": self._classifier,
+        }[self.kind](fact)
+        longest = max(len(encoded.input_ids), len(encoded.encoder_ids or ()))
+        return encoded if longest <= self.max_length else self._shorten(fact, encoded)
+
+    def prompt_ids(self, prompt: str) -> list[int]:
+        """The prompt alone, as the model reads it before it answers."""
+        text, special = self._prompt_text(prompt)
+        ids = list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+        if self.kind == "decoder" and len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id:
+            ids.pop()  # a tokenizer that closes every text would end the prompt before the answer
+        return ids
+
+    def answer_text(self, prompt: str, answer: str) -> str:
+        """The answer with the space that separates it from the prompt, where one is due."""
+        text, _ = self._prompt_text(prompt)
+        return answer if self.prompt_format == "chat" or text[-1:].isspace() else " " + answer
+
+    def _prompt_text(self, prompt: str) -> tuple[str, bool]:
+        if self.prompt_format == "raw":
+            return prompt, True
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise EditError("prompt_format is `chat`, but this model's tokenizer has no chat template; use `raw`")
+        turns = [{"role": "user", "content": prompt}]
+        text = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        return text, False  # the template writes its own BOS
+
+    def _decoder(self, fact: Fact) -> EncodedFact:
+        prompt = self.prompt_ids(fact.prompt)
+        text, special = self._prompt_text(fact.prompt)
+        answer_text = self.answer_text(fact.prompt, fact.answer)
+        whole = list(self.tokenizer(text + answer_text, add_special_tokens=special)["input_ids"])
+        if special and len(whole) > 1 and whole[-1] == self.tokenizer.eos_token_id:
+            whole.pop()
+        if whole[: len(prompt)] == prompt and len(whole) > len(prompt):
+            answer = whole[len(prompt) :]
+        else:  # the tokenizer merged across the border: the answer's tokens by themselves
+            answer = list(self.tokenizer(answer_text, add_special_tokens=False)["input_ids"])
+        if self.append_eos:
+            answer = [*answer, self.tokenizer.eos_token_id]
+        if not prompt:  # nothing to predict the first answer token from
+            raise EditError(f"the prompt {fact.prompt!r} has no tokens")
+        return EncodedFact(prompt + answer[:-1], len(prompt) - 1, answer)
+
+    def _encoder_decoder(self, fact: Fact) -> EncodedFact:
+        answer = list(self.tokenizer(text_target=fact.answer, add_special_tokens=False)["input_ids"])
+        if self.append_eos is not False:
+            answer.append(self.tokenizer.eos_token_id)
+        return EncodedFact([self.decoder_start, *answer[:-1]], 0, answer, self.prompt_ids(fact.prompt))
+
+    def _classifier(self, fact: Fact) -> EncodedFact:
+        if fact.answer not in CLASSES:
+            raise EditError(f"a classifier's answer is one of {', '.join(CLASSES)}; given {fact.answer!r}")
+        return EncodedFact(self.prompt_ids(fact.prompt), 0, [CLASSES.index(fact.answer)])
+
+    def _shorten(self, fact: Fact, encoded: EncodedFact) -> EncodedFact:
+        if self.overlong == "error":
+            raise EditError(
+                f"the fact {fact.prompt[:60]!r} … has {encoded.length} tokens, more than max_length {self.max_length}; "
+                "shorten it, raise data.max_length, or set data.overlong to `truncate`"
+            )
+        keep = self.max_length
+        if encoded.first + len(encoded.targets) > keep and len(encoded.targets) >= keep:
+            raise EditError(f"the answer of {fact.prompt[:60]!r} … alone is longer than max_length {keep}")
+        self.truncated += 1
+        log.warning("truncated to %d tokens: %r (%d so far)", keep, fact.prompt[:60], self.truncated)
+        if self.kind == "decoder":  # drop the start of the prompt: the answer follows its end
+            cut = len(encoded.input_ids) - keep
+            return EncodedFact(encoded.input_ids[cut:], encoded.first - cut, encoded.targets)
+        if encoded.encoder_ids is not None:
+            return EncodedFact(encoded.input_ids, encoded.first, encoded.targets, encoded.encoder_ids[:keep])
+        return EncodedFact(encoded.input_ids[:keep], encoded.first, encoded.targets)
+
+
+def make_batches(facts: Sequence[EncodedFact], token_budget: int, pad_id: int) -> list[TokenBatch]:
+    """Micro-batches of similar lengths whose padded size stays within the budget (one fact always fits)."""
+    order = sorted(range(len(facts)), key=lambda index: facts[index].length)
+    groups: list[list[int]] = []
+    for index in order:  # lengths only grow, so the newest fact sets the padded length of its group
+        if groups and (len(groups[-1]) + 1) * facts[index].length <= token_budget:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return [_pad(facts, group, pad_id) for group in groups]
+
+
+def _pad(facts: Sequence[EncodedFact], group: list[int], pad_id: int) -> TokenBatch:
+    some = [facts[index] for index in group]
+    input_ids, mask = _pad_ids([fact.input_ids for fact in some], pad_id)
+    answer_mask = torch.zeros_like(mask)
+    for row, fact in enumerate(some):
+        answer_mask[row, fact.first : fact.first + len(fact.targets)] = True
+    targets = torch.tensor([target for fact in some for target in fact.targets])
+    index = torch.tensor(group)
+    if some[0].encoder_ids is None:
+        inputs = {"input_ids": input_ids, "attention_mask": mask.long()}
+        return TokenBatch(inputs, answer_mask, targets, index, {"decoder": mask})
+    encoder_ids, encoder_mask = _pad_ids([fact.encoder_ids or [] for fact in some], pad_id)
+    inputs = {"input_ids": encoder_ids, "attention_mask": encoder_mask.long(), "decoder_input_ids": input_ids}
+    return TokenBatch(inputs, answer_mask, targets, index, {"encoder": encoder_mask, "decoder": mask})
+
+
+def _pad_ids(rows: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    width = max(len(row) for row in rows)
+    ids = torch.tensor([row + [pad_id] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[True] * len(row) + [False] * (width - len(row)) for row in rows])
+    return ids, mask

@@ -1,0 +1,311 @@
+"""The editor: Algorithms 1 and 2 of the paper, with the LM and the hyper-network kept apart.
+
+One meta-training step reads `observe · solve · (the LM's meta loss) · backward · step`; an edit is
+`solve` alone. The hyper-network runs in batches of any size, so memory for its activations is constant
+in the number of edits; where one batch holds everything, its activations are kept instead of recomputed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from malmen.config import Config
+from malmen.data.records import Fact
+from malmen.errors import EditError
+from malmen.facts import encode_batches
+from malmen.hypernet import HyperNetwork
+from malmen.layers import LayerSpec
+from malmen.least_squares import NormalEquation, Solution, solve_least_squares
+from malmen.lm import LanguageModel
+from malmen.trace import LayerTrace, Traces, trace
+
+
+@dataclass
+class HypernetRows:
+    """The hyper-network's output for some consecutive tokens of one layer."""
+
+    layer: str
+    rows: slice
+    pseudo_keys: Tensor  # ũ (rows, key)
+    scaled_grads: Tensor  # −η ∇̃_v L (rows, value)
+    keys: Tensor  # u (rows, key)
+
+    def value_diffs(self) -> Tensor:
+        """d_j = S_j u_j = −η (ũ_jᵀu_j) ∇̃_v L (rows, value); S_j itself is never formed."""
+        return (self.pseudo_keys * self.keys).sum(-1, keepdim=True) * self.scaled_grads
+
+
+@dataclass
+class Solved:
+    """The shifts of one set of edits, and what `backward` needs of how they came about."""
+
+    traces: Traces
+    shifts: dict[str, Tensor]  # S* in float64
+    solutions: dict[str, Solution] = field(default_factory=dict)
+    value_diffs: dict[str, Tensor] = field(default_factory=dict)
+    kept: dict[str, list[HypernetRows]] = field(default_factory=dict)  # by network, with the graph
+
+    def mean_residual(self) -> float:
+        """MR: the mean of ‖S*u_j − d_j‖ / ‖d_j‖ over layers and tokens (§5.2)."""
+        residuals = []
+        for name, diffs in self.value_diffs.items():
+            wanted = diffs.double()
+            error = self.traces[name].keys.double() @ self.shifts[name].T - wanted
+            residuals.append(error.norm(dim=-1) / wanted.norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny))
+        return float(torch.cat(residuals).mean())
+
+
+class Editor(nn.Module):
+    """θ for a set of layers: one hyper-network per layer shape."""
+
+    def __init__(self, layers: Sequence[LayerSpec], config: Config) -> None:
+        super().__init__()
+        if not layers:
+            raise EditError("an editor needs at least one layer to edit")
+        self.layers, self.config = list(layers), config
+        self.groups: dict[str, list[LayerSpec]] = {}
+        for layer in layers:
+            self.groups.setdefault(f"{layer.key_size}x{layer.value_size}", []).append(layer)
+        settings = config.editor
+        self.nets = nn.ModuleDict(
+            {
+                shape: HyperNetwork(
+                    len(members),
+                    members[0].key_size,
+                    members[0].value_size,
+                    rank=settings.rank,
+                    num_blocks=settings.blocks,
+                    edit_lr=settings.edit_lr,
+                    damping=settings.damping,
+                )
+                for shape, members in self.groups.items()
+            }
+        )
+        self.steps_done = 0
+        self.last_grad_norm = math.nan
+        self._optimizer: torch.optim.Adam | None = None
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, lm: LanguageModel | None = None) -> Editor:
+        """A trained editor; with `lm` given, refused unless it was trained for that very model."""
+        from malmen.checkpoint import load_editor
+
+        return load_editor(Path(folder), lm)
+
+    def edit(self, lm: LanguageModel, facts: Sequence[Fact]) -> Solved:
+        """Algorithm 1: the shifts that make all these facts hold at once."""
+        if not facts:
+            raise EditError("no facts to edit were given")
+        batches = encode_batches(lm, facts, self.config)
+        return self.solve(trace(lm, self.layers, batches, self.config.editor.tokens))
+
+    @torch.no_grad()
+    def observe(self, traces: Traces) -> None:
+        """Merge the traces into the running normalisers; training only."""
+        for shape, members in self.groups.items():
+            net = self._net(shape)
+            for index, layer in enumerate(members):
+                net.norm.observe(index, net.features(*traces[layer.name]))
+
+    def damping(self) -> dict[str, float]:
+        """λ_ℓ by layer."""
+        if not self.config.editor.regularisation:
+            return {layer.name: 0.0 for layer in self.layers}
+        return self._scalars(lambda net: net.log_damping)
+
+    def edit_lr(self) -> dict[str, float]:
+        """η by layer."""
+        return self._scalars(lambda net: net.log_edit_lr)
+
+    def solve(self, traces: Traces, *, training: bool = False) -> Solved:
+        """Stage (iii): traces to shifts. `training` keeps activations where they fit in one batch."""
+        solved = Solved(traces, {})
+        kept = solved.kept if training else None
+        if self.config.editor.aggregation == "sum":
+            solved.shifts = self._sum_shifts(traces, kept)
+            return solved
+        solved.value_diffs = self._value_diffs(traces, kept)
+        damping = self.damping()
+        for layer in self.layers:
+            keys, diffs = traces[layer.name].keys, solved.value_diffs[layer.name]
+            try:
+                solved.solutions[layer.name] = solve_least_squares(keys, diffs, damping[layer.name])
+            except EditError as error:
+                raise EditError(f"layer {layer.name}: {error}") from error
+            solved.shifts[layer.name] = solved.solutions[layer.name].shift
+        return solved
+
+    def equations(self, traces: Traces) -> dict[str, NormalEquation]:
+        """The normal equation of each layer for these traces alone: sets of edits add and subtract."""
+        diffs = self._value_diffs(traces, None)
+        return {name: NormalEquation.of(traces[name].keys, diffs[name]) for name in diffs}
+
+    def solve_equations(self, equations: Mapping[str, NormalEquation]) -> dict[str, Tensor]:
+        """Shifts from summed equations."""
+        damping = self.damping()
+        return {name: equation.solve(damping[name]).shift for name, equation in equations.items()}
+
+    def backward(self, solved: Solved, shift_grads: Mapping[str, Tensor]) -> None:
+        """Stages (v)–(vii): add ∇_θ L_meta, given ∇_W̃ L_meta of each layer, to the gradients of θ."""
+        diffs_grads: dict[str, Tensor] = {}
+        damping = self.damping()
+        for name, solution in solved.solutions.items():
+            diffs_grads[name], damping_grad = solution.backward(shift_grads[name], solved.traces[name].keys)
+            if self.config.editor.regularisation:
+                self._add_log_damping_grad(name, damping_grad * damping[name])
+        for shape in self.groups:
+            batches = [solved.kept[shape]] if shape in solved.kept else self._run(shape, solved.traces, grad=True)
+            for batch in batches:
+                self._proxy_loss(batch, diffs_grads, shift_grads).backward()  # type: ignore[no-untyped-call]
+        solved.kept.clear()
+
+    def step(self) -> None:
+        """Clip the gradients, take one Adam step, clear them."""
+        grads = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), self.config.training.max_grad_norm)
+        if not bool(torch.isfinite(norm)):
+            broken = [name for name, value in self.named_parameters() if not _finite(value.grad)]
+            raise EditError(f"step {self.steps_done}: the meta-gradient is not finite in {', '.join(broken[:4])}")
+        assert grads, "backward comes before step"
+        self.last_grad_norm = float(norm)
+        optimizer = self.optimizer()
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * self._schedule()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        self.steps_done += 1
+
+    def optimizer(self) -> torch.optim.Adam:
+        """Adam over θ; the scalars (log η, log λ) may have a learning rate of their own."""
+        if self._optimizer is None:
+            training = self.config.training
+            scalars = [value for name, value in self.named_parameters() if name.rsplit(".", 1)[-1].startswith("log_")]
+            rest = [value for name, value in self.named_parameters() if not name.rsplit(".", 1)[-1].startswith("log_")]
+            groups = [
+                {"params": rest, "lr": training.meta_lr, "initial_lr": training.meta_lr},
+                {"params": scalars, "lr": training.meta_lr, "initial_lr": training.scalar_lr or training.meta_lr},
+            ]
+            self._optimizer = torch.optim.Adam(groups, fused=True)
+        return self._optimizer
+
+    # --- the hyper-network in batches ----------------------------------------------------------------
+
+    def _net(self, shape: str) -> HyperNetwork:
+        return cast(HyperNetwork, self.nets[shape])
+
+    def _run(self, shape: str, traces: Traces, *, grad: bool) -> Iterator[list[HypernetRows]]:
+        """The network over all tokens of its layers, batch by batch."""
+        net, members = self._net(shape), self.groups[shape]
+        for cut in _cut([len(traces[layer.name].keys) for layer in members], self.config.batch.hypernet_rows):
+            parts = [LayerTrace(*(part[rows] for part in traces[members[index].name])) for index, rows in cut]
+            keys = torch.cat([part.keys for part in parts]).to(net.log_edit_lr)
+            value_grads = torch.cat([part.value_grads for part in parts])
+            layers = torch.cat([torch.full((len(part.keys),), index) for (index, _), part in zip(cut, parts, strict=True)])
+            with torch.set_grad_enabled(grad):
+                pseudo_keys, scaled_grads = net(layers.to(keys.device), keys, value_grads)
+            sizes = [len(part.keys) for part in parts]
+            yield [
+                HypernetRows(members[index].name, rows, *outputs)
+                for (index, rows), *outputs in zip(
+                    cut, pseudo_keys.split(sizes), scaled_grads.split(sizes), keys.split(sizes), strict=True
+                )
+            ]
+
+    def _solve_rows(self, traces: Traces, kept: dict[str, list[HypernetRows]] | None) -> Iterator[HypernetRows]:
+        """All rows without a graph, except that a network whose rows fit one batch leaves them in `kept`."""
+        for shape, members in self.groups.items():
+            num_rows = sum(len(traces[layer.name].keys) for layer in members)
+            keep = kept is not None and num_rows <= self.config.batch.hypernet_rows
+            for batch in self._run(shape, traces, grad=keep):
+                if kept is not None and keep:
+                    kept[shape] = batch
+                yield from batch
+
+    def _value_diffs(self, traces: Traces, kept: dict[str, list[HypernetRows]] | None) -> dict[str, Tensor]:
+        dtype = self._net(next(iter(self.groups))).log_edit_lr.dtype
+        diffs = {
+            layer.name: torch.empty_like(traces[layer.name].value_grads, dtype=dtype) for layer in self.layers
+        }
+        for part in self._solve_rows(traces, kept):
+            diffs[part.layer][part.rows] = part.value_diffs().detach()
+        return diffs
+
+    def _sum_shifts(self, traces: Traces, kept: dict[str, list[HypernetRows]] | None) -> dict[str, Tensor]:
+        """MEND: S* = Σ_j S_j = Σ_j −η ∇̃_v L ũᵀ (appendix A.2)."""
+        shifts = {
+            layer.name: torch.zeros(
+                layer.value_size, layer.key_size, dtype=torch.float64, device=traces[layer.name].keys.device
+            )
+            for layer in self.layers
+        }
+        for part in self._solve_rows(traces, kept):
+            shifts[part.layer] += part.scaled_grads.detach().T @ part.pseudo_keys.detach()
+        return shifts
+
+    def _proxy_loss(
+        self, batch: list[HypernetRows], diffs_grads: Mapping[str, Tensor], shift_grads: Mapping[str, Tensor]
+    ) -> Tensor:
+        """L̃: linear in the hyper-network's output, with the meta loss's gradient."""
+        losses = []
+        for part in batch:
+            if self.config.editor.aggregation == "sum":  # Σ_j ⟨∇_S L, S_j⟩
+                effect = part.pseudo_keys @ shift_grads[part.layer].to(part.pseudo_keys).T
+                losses.append((effect * part.scaled_grads).sum())
+            else:  # Σ_j ⟨∇_{d_j} L, d_j⟩
+                losses.append((diffs_grads[part.layer][part.rows].to(part.keys) * part.value_diffs()).sum())
+        return torch.stack(losses).sum()
+
+    def _add_log_damping_grad(self, name: str, grad: Tensor) -> None:
+        net, index = self._find(name)
+        if net.log_damping.grad is None:
+            net.log_damping.grad = torch.zeros_like(net.log_damping)
+        net.log_damping.grad[index] += grad.to(net.log_damping)
+
+    def _find(self, name: str) -> tuple[HyperNetwork, int]:
+        for shape, members in self.groups.items():
+            for index, layer in enumerate(members):
+                if layer.name == name:
+                    return self._net(shape), index
+        raise AssertionError(f"{name} is none of {[layer.name for layer in self.layers]}")
+
+    def _scalars(self, of: Callable[[HyperNetwork], Tensor]) -> dict[str, float]:
+        values = {shape: of(self._net(shape)).detach().double().exp().tolist() for shape in self.groups}
+        return {
+            layer.name: values[shape][index]
+            for shape, members in self.groups.items()
+            for index, layer in enumerate(members)
+        }
+
+    def _schedule(self) -> float:
+        training = self.config.training
+        if training.schedule == "constant":
+            return 1.0
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, self.steps_done / max(1, training.steps))))
+
+
+def _cut(counts: Sequence[int], rows_at_once: int) -> list[list[tuple[int, slice]]]:
+    """Cut members of these sizes, laid end to end, into batches of (member, rows)."""
+    batches: list[list[tuple[int, slice]]] = []
+    room = 0
+    for member, count in enumerate(counts):
+        start = 0
+        while start < count:
+            if room == 0:
+                batches.append([])
+                room = rows_at_once
+            stop = min(count, start + room)
+            batches[-1].append((member, slice(start, stop)))
+            room -= stop - start
+            start = stop
+    return batches
+
+
+def _finite(grad: Tensor | None) -> bool:
+    return grad is None or bool(torch.isfinite(grad).all())

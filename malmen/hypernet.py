@@ -1,0 +1,107 @@
+"""The hyper-network g_θ of MEND and MALMEN: a fine-tuning gradient in, a targeted one out (appendix A.1).
+
+A token of a layer gives its key u and value gradient ∇_v L. Their concatenation is normalised, passed
+through low-rank residual blocks and split again into the pseudo key ũ and the pseudo gradient ∇̃_v L.
+Layers of one shape share the blocks; statistics, scale, shift, edit-lr and damping are each layer's own.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+
+class RunningNorm(nn.Module):
+    """Mean and deviation of each feature over all rows ever observed, for each of several layers.
+
+    Batches are merged exactly (Chan et al.), so any cut of the rows gives the same statistics. They
+    change in `observe` only, which only training calls: an edit never depends on earlier edits.
+    """
+
+    count: Tensor  # (layers,)
+    mean: Tensor  # (layers, features)
+    squares: Tensor  # sum of squared deviations (layers, features)
+
+    def __init__(self, num_layers: int, num_features: int) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(num_layers, dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(num_layers, num_features, dtype=torch.float64))
+        self.register_buffer("squares", torch.zeros(num_layers, num_features, dtype=torch.float64))
+
+    @torch.no_grad()
+    def observe(self, layer: int, rows: Tensor) -> None:
+        """Merge these rows (tokens, features) into the layer's statistics."""
+        if rows.shape[0] == 0:
+            return
+        rows = rows.double()
+        mean = rows.mean(0)
+        delta = mean - self.mean[layer]
+        total = self.count[layer] + rows.shape[0]
+        self.squares[layer] += (rows - mean).square().sum(0) + delta.square() * self.count[layer] * rows.shape[0] / total
+        self.mean[layer] += delta * rows.shape[0] / total
+        self.count[layer] = total
+
+    def deviation(self) -> Tensor:
+        """Standard deviations (layers, features); 1 where a feature has shown no variation."""
+        deviation = (self.squares / self.count.clamp(min=1)[:, None]).sqrt()
+        # A feature that never varied has a deviation of rounding errors only: dividing by it would blow them up.
+        return torch.where(deviation > 1e-7 * self.mean.abs(), deviation, torch.ones_like(deviation))
+
+    def forward(self, layers: Tensor, rows: Tensor) -> Tensor:
+        mean, deviation = self.mean.to(rows.dtype), self.deviation().to(rows.dtype)
+        return (rows - mean[layers]) / deviation[layers]
+
+
+class LowRankBlock(nn.Module):
+    """z + max(0, scale_ℓ ⊙ (U V z + b) + shift_ℓ); the identity at the start because U, b and shift are zero."""
+
+    def __init__(self, num_layers: int, num_features: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.empty(rank, num_features))
+        self.up = nn.Parameter(torch.zeros(num_features, rank))
+        self.bias = nn.Parameter(torch.zeros(num_features))
+        self.scale = nn.Parameter(torch.ones(num_layers, num_features))
+        self.shift = nn.Parameter(torch.zeros(num_layers, num_features))
+        nn.init.xavier_uniform_(self.down)
+
+    def forward(self, layers: Tensor, rows: Tensor) -> Tensor:
+        change = nn.functional.linear(nn.functional.linear(rows, self.down), self.up, self.bias)
+        # clamp, not relu: all changes are exactly 0 at the start, where relu has no gradient and clamp has.
+        return rows + (change * self.scale[layers] + self.shift[layers]).clamp(min=0)
+
+
+class HyperNetwork(nn.Module):
+    """g_θ for the layers of one shape."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        key_size: int,
+        value_size: int,
+        *,
+        rank: int = 1920,
+        num_blocks: int = 2,
+        edit_lr: float = 1e-6,
+        damping: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.key_size, self.value_size = key_size, value_size
+        num_features = key_size + value_size
+        self.norm = RunningNorm(num_layers, num_features)
+        self.blocks = nn.ModuleList(LowRankBlock(num_layers, num_features, rank) for _ in range(num_blocks))
+        self.log_edit_lr = nn.Parameter(torch.full((num_layers,), math.log(edit_lr)))
+        self.log_damping = nn.Parameter(torch.full((num_layers,), math.log(damping)))
+
+    def features(self, keys: Tensor, value_grads: Tensor) -> Tensor:
+        """Keys and value gradients as the network's input (tokens, key + value)."""
+        return torch.cat((keys, value_grads), dim=-1).to(self.log_edit_lr.dtype)
+
+    def forward(self, layers: Tensor, keys: Tensor, value_grads: Tensor) -> tuple[Tensor, Tensor]:
+        """ũ (tokens, key) and −η ∇̃_v L (tokens, value); `layers` (tokens,) says whose token each row is."""
+        rows = self.norm(layers, self.features(keys, value_grads))
+        for block in self.blocks:
+            rows = block(layers, rows)
+        pseudo_keys, pseudo_grads = rows.split((self.key_size, self.value_size), dim=-1)
+        return pseudo_keys, -self.log_edit_lr.exp()[layers, None] * pseudo_grads

@@ -1,0 +1,134 @@
+"""Which layers of a language model are edited, and how they are found."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from malmen.errors import EditError
+
+# The last parts of the names of FFN linears, by family: GPT-2 · GPT-J/CodeGen · Llama and kin · T5 · BERT · GPT-NeoX · OPT
+_FIRST_FC = (
+    "mlp.c_fc", "mlp.fc_in", "mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj", "DenseReluDense.wi",
+    "DenseReluDense.wi_0", "DenseReluDense.wi_1", "intermediate.dense", "mlp.dense_h_to_4h", "fc1", "mlp.fc1",
+)  # fmt: skip
+_SECOND_FC = (
+    "mlp.c_proj", "mlp.fc_out", "mlp.down_proj", "DenseReluDense.wo", "output.dense", "mlp.dense_4h_to_h", "fc2",
+    "mlp.fc2",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """A linear layer to edit: its value is W·key."""
+
+    name: str
+    key_size: int
+    value_size: int
+    stack: str = "decoder"  # which of the model's stacks of blocks it stands in
+    block: int = 0  # the index of its block in that stack
+
+
+def find_stacks(model: nn.Module) -> dict[str, str]:
+    """The model's stacks of transformer blocks, `encoder` and/or `decoder`, as module names."""
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) > 0 and len({type(block) for block in module}) == 1
+    ]
+    # A block holds several linears and stands in no other block.
+    stacks = [
+        name
+        for name, module in lists
+        if sum(is_linear(part) for part in module[0].modules()) >= 3
+        and not any(name.startswith(f"{other}.") for other, _ in lists)
+    ]
+    if len(stacks) == 1:
+        return {"decoder": stacks[0]}
+    if len(stacks) == 2 and "encoder" in stacks[0] and "decoder" in stacks[1]:
+        return {"encoder": stacks[0], "decoder": stacks[1]}
+    raise EditError(
+        f"{type(model).__name__} has {len(stacks)} stacks of blocks {stacks}; expected one, or an encoder and a decoder"
+    )
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Linear or Conv1D, by type: shapes cannot tell them apart when they are square."""
+    return isinstance(module, nn.Linear | Conv1D)
+
+
+def find_layers(model: nn.Module, layers: str | Sequence[str] = "last:6", ffn: str = "second") -> list[LayerSpec]:
+    """The layers that a rule (`last:6`, `first:2`, `all`) or a list of module names stands for.
+
+    With a rule, `ffn` says which linear of the FFN is meant; in an encoder-decoder the rule counts
+    in each stack by itself.
+    """
+    stacks = find_stacks(model)
+    if not isinstance(layers, str):
+        return [_explicit_layer(model, stacks, name) for name in layers]
+    specs = []
+    for stack, stack_name in stacks.items():
+        blocks = model.get_submodule(stack_name)
+        assert isinstance(blocks, nn.ModuleList)
+        for block in _blocks_of_rule(layers, len(blocks), stack):
+            names = _ffn_names(blocks[block], ffn, f"{stack_name}.{block}")
+            specs += [_layer(model, stacks, f"{stack_name}.{block}.{name}") for name in names]
+    return specs
+
+
+def _blocks_of_rule(rule: str, num_blocks: int, stack: str) -> range:
+    match = re.fullmatch(r"(last|first):(\d+)|all", rule)
+    if match is None:
+        raise EditError(f"unknown layer rule {rule!r}: expected `last:K`, `first:K`, `all` or a list of module names")
+    if rule == "all":
+        return range(num_blocks)
+    count = int(match[2])
+    if not 1 <= count <= num_blocks:
+        raise EditError(f"layer rule {rule!r}: the {stack} has {num_blocks} blocks, so K must be 1 to {num_blocks}")
+    return range(num_blocks - count, num_blocks) if match[1] == "last" else range(count)
+
+
+def _ffn_names(block: nn.Module, ffn: str, block_name: str) -> list[str]:
+    if ffn not in ("first", "second"):
+        raise EditError(f"unknown ffn {ffn!r}: expected `first` or `second`")
+    suffixes = _FIRST_FC if ffn == "first" else _SECOND_FC
+    linears = [name for name, module in block.named_modules() if is_linear(module)]
+    names = [
+        name
+        for name in linears
+        if "attention" not in name.lower() and any(name == end or name.endswith("." + end) for end in suffixes)
+    ]
+    if not names:
+        raise EditError(
+            f"no {ffn} FFN linear is known by name in block {block_name}; give module names instead of a rule; "
+            f"its linears are {', '.join(linears)}"
+        )
+    return names
+
+
+def _explicit_layer(model: nn.Module, stacks: dict[str, str], name: str) -> LayerSpec:
+    modules = dict(model.named_modules())
+    if name in modules and is_linear(modules[name]):
+        return _layer(model, stacks, name)
+    linears = [other for other, module in modules.items() if is_linear(module)]
+    near = difflib.get_close_matches(name, linears, n=3, cutoff=0.0)
+    given = f"is a {type(modules[name]).__name__}, not a linear layer" if name in modules else "does not exist"
+    raise EditError(f"layer {name!r} {given}; the nearest linear layers are {', '.join(near)}")
+
+
+def _layer(model: nn.Module, stacks: dict[str, str], name: str) -> LayerSpec:
+    module = model.get_submodule(name)
+    if isinstance(module, Conv1D):
+        sizes = (module.nx, module.nf)
+    else:
+        assert isinstance(module, nn.Linear)
+        sizes = (module.in_features, module.out_features)
+    for stack, stack_name in stacks.items():
+        if name.startswith(f"{stack_name}."):
+            return LayerSpec(name, *sizes, stack=stack, block=int(name[len(stack_name) + 1 :].split(".")[0]))
+    raise EditError(f"layer {name!r} stands outside the blocks of {', '.join(stacks.values())}; only those are edited")

@@ -1,0 +1,118 @@
+"""The normal equation of §4.1: many wanted changes of a layer's output, merged into one shift.
+
+    min_S ‖SU − D‖² + λ‖S‖²   ⇒   S* = DUᵀ(UUᵀ + λI)⁻¹ = D(UᵀU + λI)⁻¹Uᵀ
+
+The first form factorises a (key, key) matrix, the second a (token, token) matrix; they are equal and
+the smaller one is used. Either way one Cholesky factor in float64 serves S*, the pullback of its
+gradient (Theorem 1) and dL/dλ (Theorem 2). Rows are tokens: `keys` is Uᵀ and `value_diffs` is Dᵀ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from malmen.errors import EditError
+
+_ROWS_AT_ONCE = 8192  # bounds the float64 copies of rows
+
+
+@dataclass(frozen=True)
+class NormalEquation:
+    """The sums over tokens that determine S*: shards and sets of edits add and subtract."""
+
+    gram: Tensor  # UUᵀ (key, key)
+    cross: Tensor  # DUᵀ (value, key)
+
+    @classmethod
+    def of(cls, keys: Tensor, value_diffs: Tensor) -> NormalEquation:
+        """The equation of these tokens; keys (tokens, key), value_diffs (tokens, value)."""
+        assert keys.shape[0] == value_diffs.shape[0], (keys.shape, value_diffs.shape)
+        gram = keys.new_zeros(keys.shape[1], keys.shape[1], dtype=torch.float64)
+        cross = keys.new_zeros(value_diffs.shape[1], keys.shape[1], dtype=torch.float64)
+        for some_keys, some_diffs in zip(keys.split(_ROWS_AT_ONCE), value_diffs.split(_ROWS_AT_ONCE), strict=True):
+            rows = some_keys.double()
+            gram.addmm_(rows.T, rows)
+            cross.addmm_(some_diffs.double().T, rows)
+        return cls(gram, cross)
+
+    def __add__(self, other: NormalEquation) -> NormalEquation:
+        return NormalEquation(self.gram + other.gram, self.cross + other.cross)
+
+    def __sub__(self, other: NormalEquation) -> NormalEquation:
+        return NormalEquation(self.gram - other.gram, self.cross - other.cross)
+
+    def solve(self, damping: float) -> PrimalSolution:
+        """S* by a (key, key) factorisation."""
+        factor = _cholesky(self.gram, damping)
+        return PrimalSolution(torch.cholesky_solve(self.cross.T, factor).T, factor)
+
+
+@dataclass(frozen=True)
+class PrimalSolution:
+    """S* and the factor of UUᵀ + λI."""
+
+    shift: Tensor  # S* (value, key)
+    factor: Tensor  # lower Cholesky factor (key, key)
+
+    def pull_back(self, shift_grad: Tensor) -> Tensor:
+        """M = ∇_S L (UUᵀ + λI)⁻¹   (value, key)."""
+        return torch.cholesky_solve(shift_grad.double().T, self.factor).T
+
+    def backward(self, shift_grad: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """∇_D L = MU as rows (tokens, value), and dL/dλ = −tr(M S*ᵀ)."""
+        pullback = self.pull_back(shift_grad)
+        diffs_grad = torch.cat([rows.double() @ pullback.T for rows in keys.split(_ROWS_AT_ONCE)])
+        return diffs_grad, -(pullback * self.shift).sum()
+
+
+@dataclass(frozen=True)
+class DualSolution:
+    """S* and the factor of UᵀU + λI: for fewer tokens than key dimensions."""
+
+    shift: Tensor  # S* (value, key)
+    factor: Tensor  # lower Cholesky factor (tokens, tokens)
+    weights: Tensor  # (UᵀU + λI)⁻¹Dᵀ (tokens, value); S* = weightsᵀ keys
+
+    @classmethod
+    def of(cls, keys: Tensor, value_diffs: Tensor, damping: float) -> DualSolution:
+        """S* by a (tokens, tokens) factorisation."""
+        rows = keys.double()
+        factor = _cholesky(rows @ rows.T, damping)
+        weights = torch.cholesky_solve(value_diffs.double(), factor)
+        return cls(weights.T @ rows, factor, weights)
+
+    def backward(self, shift_grad: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """∇_D L = MU as rows (tokens, value), and dL/dλ; M is never formed (push-through identity)."""
+        diffs_grad = torch.cholesky_solve(keys.double() @ shift_grad.double().T, self.factor)
+        return diffs_grad, -(diffs_grad * self.weights).sum()
+
+
+Solution = PrimalSolution | DualSolution
+
+
+def solve_least_squares(keys: Tensor, value_diffs: Tensor, damping: float) -> Solution:
+    """S* for these tokens, in the cheaper of the two forms."""
+    if keys.shape[0] < keys.shape[1]:
+        return DualSolution.of(keys, value_diffs, damping)
+    return NormalEquation.of(keys, value_diffs).solve(damping)
+
+
+def _cholesky(gram: Tensor, damping: float) -> Tensor:
+    damped = gram.clone()
+    damped.diagonal().add_(damping)
+    if not bool(torch.isfinite(damped).all()):
+        raise EditError("the normal equation holds values that are not finite: look at the keys and their gradients")
+    factor, failed_at = torch.linalg.cholesky_ex(damped)
+    pivots = factor.diagonal().square()
+    # A singular matrix can pass by rounding alone; its last pivots are then rounding errors.
+    noise = gram.shape[0] * torch.finfo(torch.float64).eps * damped.diagonal().max()
+    if int(failed_at) > 0 or bool(pivots.min() <= noise):
+        raise EditError(
+            f"the normal equation's {tuple(gram.shape)} matrix with damping {damping:.3g} is not positive definite: "
+            "some keys repeat or depend on each other, or facts were removed that were not in the set; "
+            "a larger damping helps against the former"
+        )
+    return factor

@@ -1,0 +1,251 @@
+"""The language model being edited: loading it, and running it only as far as needed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    BertModel,
+    BertPreTrainedModel,
+    PretrainedConfig,
+)
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from malmen.config import ModelConfig
+from malmen.data.tokens import Kind, TokenBatch
+from malmen.data.world_model import WORLD_MODEL, check_world_model
+from malmen.errors import EditError
+from malmen.layers import LayerSpec, find_stacks
+
+
+class FirstTokenClassifier(BertPreTrainedModel):
+    """BERT with one linear map from the first token's last hidden state to one logit (§5, FEVER)."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config)
+        self.bert = BertModel(config, add_pooling_layer=False)
+        self.classifier = nn.Linear(config.hidden_size, 1)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> SequenceClassifierOutput:
+        hidden = self.bert(input_ids, attention_mask=attention_mask).last_hidden_state
+        return SequenceClassifierOutput(logits=self.classifier(hidden[:, 0]))
+
+
+@dataclass
+class LanguageModel:
+    """A frozen model with its tokenizer. Edits are laid over it (overlay.py), never written into it."""
+
+    model: nn.Module
+    tokenizer: Any
+    kind: Kind
+
+    def __post_init__(self) -> None:
+        self.model.requires_grad_(False).eval()
+        self.stacks = find_stacks(self.model)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of its weights."""
+        return next(self.model.parameters()).dtype
+
+    @property
+    def pad_id(self) -> int:
+        """What padded places hold; they are masked, so any token will do."""
+        pad = getattr(self.tokenizer, "pad_token_id", None)
+        return 0 if pad is None else int(pad)
+
+    @property
+    def decoder_start(self) -> int:
+        """The token an encoder-decoder's answers start from."""
+        start = getattr(cast(Any, self.model).config, "decoder_start_token_id", None)
+        return 0 if start is None else int(start)
+
+    def logits(self, batch: TokenBatch) -> Tensor:
+        """Logits (answer tokens, vocabulary) at the answer positions only, in the order of `batch.targets`."""
+        if self.kind == "classifier":
+            one = cast(Tensor, self.model(**batch.inputs).logits)
+            return torch.cat((torch.zeros_like(one), one), dim=-1)  # log-softmax of (0, z) is log-sigmoid of ∓z
+        inputs = dict(batch.inputs)
+        if self.kind == "decoder":
+            inputs.pop("attention_mask")  # padding stands behind: causal attention never looks at it
+        head = cast(Any, self.model).get_output_embeddings()
+
+        def keep_answers(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+            return (args[0][batch.answer_mask][None],)
+
+        handle = head.register_forward_pre_hook(keep_answers)
+        try:
+            return cast(Tensor, self.model(**inputs, use_cache=False).logits[0])
+        finally:
+            handle.remove()
+
+    def log_probs(self, batch: TokenBatch) -> Tensor:
+        """log p(· | x, y before it) at the answer positions (answer tokens, vocabulary), at least in float32."""
+        logits = self.logits(batch)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+
+    def fingerprint(self) -> str:
+        """A hash of architecture and weights (a sample of each tensor, rounded to bf16 so that dtypes agree)."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.model.state_dict().items()):
+            step = max(1, tensor.numel() // 1024)
+            sample = tensor.flatten()[::step].float().to(torch.bfloat16).float().cpu().contiguous()
+            digest.update(f"{name}{tuple(tensor.shape)}".encode())
+            digest.update(sample.numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+
+# --- hidden states below the first edited block ------------------------------------------------------
+
+
+@dataclass
+class Stem:
+    """What the blocks below the first edited one put out for one batch; it does not depend on any edit."""
+
+    outputs: dict[str, Any]  # by stack: the output of its last block below
+
+
+def stem_blocks(lm: LanguageModel, layers: list[LayerSpec]) -> dict[str, int]:
+    """How many blocks of each stack no edit can reach.
+
+    A decoder that attends to an edited encoder is reached from its first block on.
+    """
+    first = {
+        stack: min((layer.block for layer in layers if layer.stack == stack), default=len(_blocks(lm, stack)))
+        for stack in lm.stacks
+    }
+    if "encoder" in first and first["encoder"] < len(_blocks(lm, "encoder")):
+        first["decoder"] = 0
+    return {stack: count for stack, count in first.items() if count > 0}
+
+
+@contextmanager
+def keep_stem(lm: LanguageModel, blocks: dict[str, int]) -> Iterator[Stem]:
+    """Runs inside leave their stem in the value."""
+    stem = Stem({})
+    handles = []
+
+    def keep(stack: str) -> Any:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            stem.outputs[stack] = _detach(output)
+
+        return hook
+
+    try:
+        for stack, count in blocks.items():
+            handles.append(_blocks(lm, stack)[count - 1].register_forward_hook(keep(stack)))
+        yield stem
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def resume_stem(lm: LanguageModel, blocks: dict[str, int], stem: Stem) -> Iterator[None]:
+    """Runs inside, of the same batch, start above the stem: the blocks below hand on what was kept."""
+    replaced: list[tuple[nn.Module, Any]] = []
+    try:
+        for stack, count in blocks.items():
+            kept = stem.outputs[stack]
+            for block in _blocks(lm, stack)[:count]:
+                replaced.append((block, block.__dict__.get("forward")))
+                block.__dict__["forward"] = lambda *_args, _kept=kept, **_kwargs: _kept
+        yield
+    finally:
+        for block, forward in replaced:
+            if forward is None:
+                del block.__dict__["forward"]
+            else:
+                block.__dict__["forward"] = forward
+
+
+def _blocks(lm: LanguageModel, stack: str) -> nn.ModuleList:
+    return cast(nn.ModuleList, lm.model.get_submodule(lm.stacks[stack]))
+
+
+def _detach(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output.detach()
+    return tuple(part.detach() if isinstance(part, Tensor) else part for part in output)
+
+
+# --- loading -----------------------------------------------------------------------------------------
+
+
+def load_lm(config: ModelConfig) -> LanguageModel:
+    """The model of a local folder, a hub name, a GGUF file, or `builtin`."""
+    name, options = _source(config)
+    device = _device(config.device)
+    dtype = _dtype(config.dtype, device)
+    try:
+        hf_config = AutoConfig.from_pretrained(name, **options)
+        kind = config.kind if config.kind != "auto" else _kind(hf_config)
+        loader: Any = {
+            "decoder": AutoModelForCausalLM,
+            "encoder-decoder": AutoModelForSeq2SeqLM,
+            "classifier": FirstTokenClassifier,
+        }[kind]
+        model = loader.from_pretrained(name, dtype=dtype, **options)
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+    except (OSError, ValueError) as error:
+        raise EditError(
+            f"cannot load the model {config.name!r}: {_first_line(error)} "
+            "(expected `builtin`, a folder with config.json and safetensors, a .gguf file, or a hub name)"
+        ) from error
+    return LanguageModel(model.to(device), tokenizer, cast(Kind, kind))
+
+
+def _source(config: ModelConfig) -> tuple[str, dict[str, Any]]:
+    if config.name == "builtin":
+        check_world_model()
+        return str(WORLD_MODEL), {}
+    path = Path(config.name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise EditError(f"the model file {path} does not exist")
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir():
+        return str(path), {}
+    return config.name, {"revision": config.revision} if config.revision else {}
+
+
+def _kind(hf_config: PretrainedConfig) -> Kind:
+    if getattr(hf_config, "is_encoder_decoder", False):
+        return "encoder-decoder"
+    return "classifier" if hf_config.model_type == "bert" else "decoder"
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise EditError(f"model.device is {name!r}, but torch sees no GPU here; use `cpu` or `auto`")
+    return torch.device(name)
+
+
+def _dtype(name: Literal["auto", "float32", "float64", "bfloat16", "float16"], device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+    return cast(torch.dtype, getattr(torch, name))
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+

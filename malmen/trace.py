@@ -1,0 +1,76 @@
+"""Keys and value gradients of the edited layers: stages (i) and (ii) of Fig. 3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from malmen.data.tokens import TokenBatch
+from malmen.layers import LayerSpec
+from malmen.lm import LanguageModel
+from malmen.losses import nll
+
+
+class LayerTrace(NamedTuple):
+    """What one layer saw of the edits; rows are tokens."""
+
+    keys: Tensor  # u (tokens, key)
+    value_grads: Tensor  # ∇_v L (tokens, value)
+
+
+Traces = dict[str, LayerTrace]
+
+
+def trace(lm: LanguageModel, layers: Sequence[LayerSpec], batches: Iterable[TokenBatch], tokens: str) -> Traces:
+    """Back-propagate L = −Σ log p(y|x) over the batches, as far as the first edited layer and no further.
+
+    A hook on each layer keeps its input and adds a probe of zeros to its output; the gradient of the
+    probes is ∇_v L. No weight takes a gradient. L is a sum over tokens, so batches do not mix. Rows come
+    in the order of the facts, however they were batched.
+    """
+    parts: dict[str, list[tuple[LayerTrace, Tensor]]] = {layer.name: [] for layer in layers}
+    for batch in batches:
+        batch = batch.to(lm.device)
+        for layer, found in zip(layers, _trace_batch(lm, layers, batch, tokens), strict=True):
+            parts[layer.name].append((found, batch.fact_of(batch.traced_mask(layer.stack, tokens))))
+    return {name: _in_order(found) for name, found in parts.items()}
+
+
+def _trace_batch(
+    lm: LanguageModel, layers: Sequence[LayerSpec], batch: TokenBatch, tokens: str
+) -> list[LayerTrace]:
+    keys: dict[str, Tensor] = {}
+    probes: dict[str, Tensor] = {}
+
+    def probe(name: str) -> Any:
+        def hook(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            keys[name] = args[0].detach()
+            probes[name] = torch.zeros_like(output, requires_grad=True)
+            return output + probes[name]
+
+        return hook
+
+    handles = []
+    try:
+        for layer in layers:
+            handles.append(lm.model.get_submodule(layer.name).register_forward_hook(probe(layer.name)))
+        edit_loss = nll(lm.log_probs(batch), batch.targets)
+    finally:
+        for handle in handles:
+            handle.remove()
+    grads = torch.autograd.grad(edit_loss, [probes[layer.name] for layer in layers])
+    masks = [batch.traced_mask(layer.stack, tokens) for layer in layers]
+    return [
+        LayerTrace(keys[layer.name][mask], grad[mask]) for layer, mask, grad in zip(layers, masks, grads, strict=True)
+    ]
+
+
+def _in_order(parts: list[tuple[LayerTrace, Tensor]]) -> LayerTrace:
+    order = torch.cat([facts for _, facts in parts]).argsort(stable=True)
+    return LayerTrace(
+        torch.cat([found.keys for found, _ in parts])[order],
+        torch.cat([found.value_grads for found, _ in parts])[order],
+    )

@@ -1,0 +1,1 @@
+"""An editing endpoint with Ray Serve; nothing here yet."""

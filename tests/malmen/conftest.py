@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from float64 import Float64Throughout
+from tiny_models import KINDS
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Tiny tensors are slower on several threads."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def exact() -> Iterator[None]:
+    """Models compute in float64 throughout."""
+    with Float64Throughout():
+        yield
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Each kind of language model in turn."""
+    return str(request.param)

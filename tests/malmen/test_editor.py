@@ -1,0 +1,214 @@
+"""The backbone: the staged, cut, tricked computation equals autograd through everything."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import Setup, make_setup, random_facts
+from torch import Tensor
+from torch.func import functional_call
+from torch.testing import assert_close
+from transformers.pytorch_utils import Conv1D
+
+from malmen.data.tokens import EncodedFact, make_batches
+from malmen.errors import EditError
+from malmen.meta import MetaBatch, generalization_backward, locality_backward
+from malmen.trace import Traces, trace
+
+pytestmark = pytest.mark.usefixtures("exact")
+EXACT: dict[str, float] = {"rtol": 1e-9, "atol": 1e-12}
+
+
+def make_batch(setup: Setup, edits: int = 5) -> MetaBatch:
+    lm = setup.lm
+    return MetaBatch(random_facts(lm, edits, 1), random_facts(lm, 4, 2), random_facts(lm, 3, 3))
+
+
+def staged_gradient(setup: Setup, batch: MetaBatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Shifts and ∇_θ L_meta the way `meta_step` computes them, without the Adam step."""
+    lm, editor = setup.lm, setup.editor
+    budget = editor.config.batch.token_budget
+    traces = trace(lm, editor.layers, make_batches(batch.edits, budget, 0), editor.config.editor.tokens)
+    editor.observe(traces)
+    solved = editor.solve(traces, training=True)
+    leaves = {name: shift.requires_grad_() for name, shift in solved.shifts.items()}
+    generalization_backward(lm, leaves, make_batches(batch.equivalents, budget, 0), 1 / len(batch.equivalents))
+    unrelated = make_batches(batch.unrelated, budget, 0)
+    locality_backward(lm, editor.layers, leaves, unrelated, 1 / len(batch.unrelated), 0.7)
+    editor.backward(solved, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None})
+    grads = {name: value.grad for name, value in editor.named_parameters() if value.grad is not None}
+    return {name: shift.detach() for name, shift in solved.shifts.items()}, grads
+
+
+def plain_log_probs(setup: Setup, fact: EncodedFact, shifts: dict[str, Tensor]) -> Tensor:
+    """One fact by itself through the whole model with really changed weights."""
+    model: Any = setup.lm.model
+    weights = dict(model.named_parameters())
+    for name, shift in shifts.items():
+        change = shift.T if isinstance(model.get_submodule(name), Conv1D) else shift
+        weights[f"{name}.weight"] = weights[f"{name}.weight"] + change
+    if fact.encoder_ids is not None:
+        inputs = {"input_ids": torch.tensor([fact.encoder_ids]), "decoder_input_ids": torch.tensor([fact.input_ids])}
+    else:
+        inputs = {"input_ids": torch.tensor([fact.input_ids])}
+    logits = functional_call(model, weights, (), inputs).logits[0]
+    if setup.lm.kind == "classifier":
+        return torch.stack((-logits, logits), -1).reshape(1, 2).mul(0.5).log_softmax(-1)
+    return logits[fact.first : fact.first + len(fact.targets)].log_softmax(-1)
+
+
+def oracle_gradient(setup: Setup, batch: MetaBatch, traces: Traces) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Fig. 2: one graph from θ to the meta loss."""
+    editor, shifts = setup.editor, {}
+    for shape, members in editor.groups.items():
+        net: Any = editor.nets[shape]
+        for index, layer in enumerate(members):
+            keys, value_grads = traces[layer.name]
+            pseudo_keys, scaled_grads = net(torch.full((len(keys),), index), keys, value_grads)
+            if editor.config.editor.aggregation == "sum":
+                shifts[layer.name] = torch.einsum("nv,nk->vk", scaled_grads, pseudo_keys)
+                continue
+            diffs = torch.einsum("nv,nk,nk->nv", scaled_grads, pseudo_keys, keys)
+            damping = net.log_damping[index].exp() * torch.eye(layer.key_size, dtype=keys.dtype)
+            shifts[layer.name] = torch.linalg.solve(keys.T @ keys + damping, keys.T @ diffs).T
+    loss: Any = 0.0
+    for fact in batch.equivalents:
+        log_probs = plain_log_probs(setup, fact, shifts)
+        loss = loss - log_probs[range(len(fact.targets)), fact.targets].sum() / len(batch.equivalents)
+    for fact in batch.unrelated:
+        reference, log_probs = plain_log_probs(setup, fact, {}), plain_log_probs(setup, fact, shifts)
+        divergence = (reference.exp() * (reference - log_probs)).sum()
+        loss = loss + 0.7 * divergence / len(batch.unrelated)
+    names, values = zip(*editor.named_parameters(), strict=True)
+    grads = torch.autograd.grad(loss, values, allow_unused=True)
+    return shifts, {name: grad for name, grad in zip(names, grads, strict=True) if grad is not None}
+
+
+def plain_traces(setup: Setup, facts: list[EncodedFact]) -> Traces:
+    """Keys and value gradients of each fact by itself, by retained gradients of a model with trainable weights."""
+    editor = setup.editor
+    return trace(setup.lm, editor.layers, make_batches(facts, 1, 0), editor.config.editor.tokens)
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"aggregation": "sum"},
+    {"tokens": "all"},
+    {"ffn": "first"},
+    {"layers": "all"},
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant.values())) or "paper")
+def test_the_staged_meta_gradient_is_autograd_through_everything(kind: str, variant: dict[str, Any]) -> None:
+    setup = make_setup(kind, **variant)
+    batch = make_batch(setup)
+    shifts, grads = staged_gradient(setup, batch)
+    oracle_shifts, oracle_grads = oracle_gradient(setup, batch, plain_traces(setup, list(batch.edits)))
+    assert set(grads) == set(oracle_grads)
+    for name, shift in oracle_shifts.items():
+        assert_close(shifts[name], shift.detach(), **EXACT)
+    for name, grad in oracle_grads.items():
+        assert grad.any(), name
+        assert_close(grads[name], grad, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
+def test_further_llama_like_families_are_exact_too(name: str) -> None:
+    setup = make_setup(name)
+    batch = make_batch(setup)
+    _, grads = staged_gradient(setup, batch)
+    _, oracle_grads = oracle_gradient(setup, batch, plain_traces(setup, list(batch.edits)))
+    for parameter, grad in oracle_grads.items():
+        assert_close(grads[parameter], grad, **EXACT)
+
+
+@pytest.mark.parametrize("aggregation", ["least_squares", "sum"])
+@pytest.mark.parametrize(("budget", "rows"), [(1, 1), (17, 3), (40, 7), (10_000, 10_000)])
+def test_no_cut_of_the_work_changes_shifts_or_gradients(kind: str, budget: int, rows: int, aggregation: str) -> None:
+    whole = make_setup(kind, aggregation=aggregation)
+    cut = make_setup(kind, aggregation=aggregation, budget=budget, rows=rows)
+    batch = make_batch(whole, edits=7)
+    for expected, found in zip(staged_gradient(whole, batch), staged_gradient(cut, batch), strict=True):
+        assert set(expected) == set(found)
+        for name in expected:
+            assert_close(found[name], expected[name], **EXACT)
+
+
+def test_the_order_of_facts_does_not_matter(kind: str) -> None:
+    setup, shuffled = make_setup(kind), make_setup(kind)
+    batch = make_batch(setup, edits=7)
+    edits = list(batch.edits)
+    random.Random(0).shuffle(edits)
+    other = MetaBatch(edits, batch.equivalents[::-1], batch.unrelated[::-1])
+    for expected, found in zip(staged_gradient(setup, batch), staged_gradient(shuffled, other), strict=True):
+        for name in expected:
+            assert_close(found[name], expected[name], **EXACT)
+
+
+def test_few_tokens_and_many_tokens_agree_with_the_oracle(kind: str) -> None:
+    """m = 1 with a one-token answer (dual, one row), and more tokens than key dimensions (primal)."""
+    for edits, longest in ((1, 1), (40, 3)):
+        setup = make_setup(kind)
+        facts = random_facts(setup.lm, edits, 5, max_answer=longest)
+        batch = MetaBatch(facts, random_facts(setup.lm, 2, 2), random_facts(setup.lm, 2, 3))
+        _, grads = staged_gradient(setup, batch)
+        _, oracle_grads = oracle_gradient(setup, batch, plain_traces(setup, facts))
+        for name, grad in oracle_grads.items():
+            assert_close(grads[name], grad, **EXACT)
+
+
+def test_adding_then_removing_facts_equals_never_having_added_them(kind: str) -> None:
+    setup = make_setup(kind)
+    editor, facts = setup.editor, random_facts(setup.lm, 9, 1)
+    editor.observe(plain_traces(setup, facts))
+    kept, guests = (editor.equations(plain_traces(setup, part)) for part in (facts[:4], facts[4:]))
+    back = {name: kept[name] + guests[name] - guests[name] for name in kept}
+    never = editor.solve(plain_traces(setup, facts[:4])).shifts
+    for name, shift in editor.solve_equations(back).items():
+        assert_close(shift, never[name], **EXACT)
+
+
+def test_solving_does_not_change_the_editor() -> None:
+    setup = make_setup("gpt2")
+    facts = random_facts(setup.lm, 5, 1)
+    setup.editor.observe(plain_traces(setup, facts))
+    before = {name: value.clone() for name, value in setup.editor.state_dict().items()}
+    setup.editor.solve(plain_traces(setup, facts))
+    assert all(torch.equal(value, before[name]) for name, value in setup.editor.state_dict().items())
+
+
+def test_a_residual_is_what_the_shift_misses() -> None:
+    setup = make_setup("gpt2", damping=1e-9)
+    traces = plain_traces(setup, random_facts(setup.lm, 4, 1))
+    setup.editor.observe(traces)
+    with torch.no_grad():
+        for net in setup.editor.nets.values():
+            net.log_damping.fill_(-20.0)
+    assert setup.editor.solve(traces).mean_residual() < 1e-6
+    with torch.no_grad():
+        for net in setup.editor.nets.values():
+            net.log_damping.fill_(30.0)
+    assert setup.editor.solve(traces).mean_residual() == pytest.approx(1.0, abs=1e-6)
+
+
+def test_without_regularisation_repeated_facts_are_a_clear_error() -> None:
+    setup = make_setup("gpt2", regularisation=False)
+    facts = random_facts(setup.lm, 3, 1) * 2
+    traces = plain_traces(setup, facts)
+    setup.editor.observe(traces)
+    with pytest.raises(EditError, match=r"layer transformer\.h\.1\.mlp\.c_proj: .*not positive definite"):
+        setup.editor.solve(traces)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_step_and_names_the_parameter() -> None:
+    setup = make_setup("gpt2")
+    staged_gradient(setup, make_batch(setup))
+    before = {name: value.clone() for name, value in setup.editor.state_dict().items()}
+    next(iter(setup.editor.nets.values())).log_edit_lr.grad[0] = float("nan")  # type: ignore[index]
+    with pytest.raises(EditError, match=r"not finite in nets\.48x12\.log_edit_lr"):
+        setup.editor.step()
+    assert all(torch.equal(value, before[name]) for name, value in setup.editor.state_dict().items())
