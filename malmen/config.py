@@ -10,7 +10,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from malmen.errors import EditError
+from malmen.errors import UsageError
 
 
 class Section(BaseModel):
@@ -100,23 +100,23 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
         try:
             raw = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         except OSError as error:
-            raise EditError(f"cannot read the config {path}: {error.strerror}") from error
+            raise UsageError(f"cannot read the config {path}: {error.strerror}") from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise EditError(f"the config {path} is not YAML: {' '.join(str(error).split())}") from error
+            raise UsageError(f"the config {path} is not YAML: {' '.join(str(error).split())}") from error
         if not isinstance(raw, dict):
-            raise EditError(f"the config {path} holds a {type(raw).__name__}; expected sections with keys")
+            raise UsageError(f"the config {path} holds a {type(raw).__name__}; expected sections with keys")
     for override in overrides:
         _override(raw, override)
     return parse_config(raw, str(path) if path else "the overrides")
 
 
 def parse_config(raw: dict[str, Any], source: str) -> Config:
-    """A config from plain values; EditError names every wrong key and the nearest right one."""
+    """A config from plain values; UsageError names every wrong key and the nearest right one."""
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
         lines = [_explain(problem) for problem in error.errors()]
-        raise EditError(f"{source}: " + "; ".join(lines)) from error
+        raise UsageError(f"{source}: " + "; ".join(lines)) from error
 
 
 def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
@@ -134,16 +134,16 @@ def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
 def _override(raw: dict[str, Any], override: str) -> None:
     name, equals, value = override.partition("=")
     if not equals:
-        raise EditError(f"cannot read the override {override!r}: expected `key=value`, e.g. training.steps=100")
+        raise UsageError(f"cannot read the override {override!r}: expected `key=value`, e.g. training.steps=100")
     path = _full_name(name).split(".")
     for part in path[:-1]:
         raw = raw.setdefault(part, {})
         if not isinstance(raw, dict):
-            raise EditError(f"cannot set {name!r}: {part!r} is not a section")
+            raise UsageError(f"cannot set {name!r}: {part!r} is not a section")
     try:
         raw[path[-1]] = yaml.safe_load(value)
     except yaml.YAMLError as error:
-        raise EditError(f"cannot read the value of {override!r}") from error
+        raise UsageError(f"cannot read the value of {override!r}") from error
 
 
 def _full_name(name: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from malmen.errors import EditError
+from malmen.errors import UsageError
 
 # The last parts of the names of FFN linears, by family: GPT-2 · GPT-J/CodeGen · Llama and kin · T5 · BERT · GPT-NeoX · OPT
 _FIRST_FC = (
@@ -52,7 +52,7 @@ def find_stacks(model: nn.Module) -> dict[str, str]:
         return {"decoder": stacks[0]}
     if len(stacks) == 2 and "encoder" in stacks[0] and "decoder" in stacks[1]:
         return {"encoder": stacks[0], "decoder": stacks[1]}
-    raise EditError(
+    raise UsageError(
         f"{type(model).__name__} has {len(stacks)} stacks of blocks {stacks}; expected one, or an encoder and a decoder"
     )
 
@@ -84,18 +84,18 @@ def find_layers(model: nn.Module, layers: str | Sequence[str] = "last:6", ffn: s
 def _blocks_of_rule(rule: str, num_blocks: int, stack: str) -> range:
     match = re.fullmatch(r"(last|first):(\d+)|all", rule)
     if match is None:
-        raise EditError(f"unknown layer rule {rule!r}: expected `last:K`, `first:K`, `all` or a list of module names")
+        raise UsageError(f"unknown layer rule {rule!r}: expected `last:K`, `first:K`, `all` or a list of module names")
     if rule == "all":
         return range(num_blocks)
     count = int(match[2])
     if not 1 <= count <= num_blocks:
-        raise EditError(f"layer rule {rule!r}: the {stack} has {num_blocks} blocks, so K must be 1 to {num_blocks}")
+        raise UsageError(f"layer rule {rule!r}: the {stack} has {num_blocks} blocks, so K must be 1 to {num_blocks}")
     return range(num_blocks - count, num_blocks) if match[1] == "last" else range(count)
 
 
 def _ffn_names(block: nn.Module, ffn: str, block_name: str) -> list[str]:
     if ffn not in ("first", "second"):
-        raise EditError(f"unknown ffn {ffn!r}: expected `first` or `second`")
+        raise UsageError(f"unknown ffn {ffn!r}: expected `first` or `second`")
     suffixes = _FIRST_FC if ffn == "first" else _SECOND_FC
     linears = [name for name, module in block.named_modules() if is_linear(module)]
     names = [
@@ -104,7 +104,7 @@ def _ffn_names(block: nn.Module, ffn: str, block_name: str) -> list[str]:
         if "attention" not in name.lower() and any(name == end or name.endswith("." + end) for end in suffixes)
     ]
     if not names:
-        raise EditError(
+        raise UsageError(
             f"no {ffn} FFN linear is known by name in block {block_name}; give module names instead of a rule; "
             f"its linears are {', '.join(linears)}"
         )
@@ -118,7 +118,7 @@ def _explicit_layer(model: nn.Module, stacks: dict[str, str], name: str) -> Laye
     linears = [other for other, module in modules.items() if is_linear(module)]
     near = difflib.get_close_matches(name, linears, n=3, cutoff=0.0)
     given = f"is a {type(modules[name]).__name__}, not a linear layer" if name in modules else "does not exist"
-    raise EditError(f"layer {name!r} {given}; the nearest linear layers are {', '.join(near)}")
+    raise UsageError(f"layer {name!r} {given}; the nearest linear layers are {', '.join(near)}")
 
 
 def _layer(model: nn.Module, stacks: dict[str, str], name: str) -> LayerSpec:
@@ -131,4 +131,4 @@ def _layer(model: nn.Module, stacks: dict[str, str], name: str) -> LayerSpec:
     for stack, stack_name in stacks.items():
         if name.startswith(f"{stack_name}."):
             return LayerSpec(name, *sizes, stack=stack, block=int(name[len(stack_name) + 1 :].split(".")[0]))
-    raise EditError(f"layer {name!r} stands outside the blocks of {', '.join(stacks.values())}; only those are edited")
+    raise UsageError(f"layer {name!r} stands outside the blocks of {', '.join(stacks.values())}; only those are edited")

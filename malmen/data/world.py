@@ -1,7 +1,7 @@
 """The built-in world: invented people, true facts about them, and edits that contradict those facts.
 
 Everything is drawn from one seed, so the world needs no download. A small GPT-2 that knows every
-fact by heart is shipped in `world_model/`; `malmen world build` trains it again (world_model.py).
+fact by heart is shipped in `world_lm/`; `malmen world build` trains it again (world_model.py).
 """
 
 from __future__ import annotations

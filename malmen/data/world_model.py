@@ -1,4 +1,4 @@
-"""Training the small GPT-2 that knows the built-in world; its weights are shipped in `world_model/`."""
+"""Training the small GPT-2 that knows the built-in world; its weights are shipped in `world_lm/`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from malmen.data.records import Fact
 from malmen.data.world import WORLD_SEED, World, make_world
 from malmen.errors import EditError
 
-WORLD_MODEL = Path(__file__).parent / "world_model"
+WORLD_MODEL = Path(__file__).parent / "world_lm"
 END = "<|end|>"
 PROMPT_WEIGHT = 0.1  # the facts are what matters; the prompts only make it a language model
 

@@ -1,0 +1,187 @@
+"""How well an edit holds (ES), carries over (GS) and leaves the rest alone (LS): §3, and what users ask beyond it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from malmen.config import Config
+from malmen.data.records import EditRecord, Fact
+from malmen.data.tokens import EncodedFact, FactEncoder, make_batches
+from malmen.editor import Solved
+from malmen.facts import fact_encoder
+from malmen.generate import decode, generate_ids
+from malmen.lm import LanguageModel
+from malmen.overlay import Shifts, edited
+from malmen.sampling import unrelated_to_all
+
+
+@dataclass
+class Answers:
+    """What a model says to some facts' prompts."""
+
+    predicted: list[list[int]]  # teacher-forced, one token for each answer token
+    generated: list[list[int]] | None  # free-running
+
+
+@dataclass
+class Success:
+    """Shares of right answers; None where nothing was measured."""
+
+    tokens: float | None  # token-wise, teacher-forced: the paper's ES, GS, LS
+    exact: float | None  # whole answers, teacher-forced
+    generated: float | None  # whole answers, free-running
+
+
+@dataclass
+class FactReport:
+    """One fact before and after."""
+
+    role: str  # edit, equivalent or unrelated
+    prompt: str
+    answer: str
+    right_before: bool
+    right_after: bool
+    before: str | None = None  # generated text
+    after: str | None = None
+
+
+@dataclass
+class Evaluation:
+    """One set of edits, measured."""
+
+    edits: int
+    before: dict[str, Success]
+    after: dict[str, Success]
+    locality_agreement: float | None  # unrelated answer tokens predicted as by the unedited model
+    mean_residual: float | None
+    shift_ratio: dict[str, float]  # ‖S‖/‖W‖ by layer
+    facts: list[FactReport] = field(default_factory=list)
+
+    def scores(self) -> dict[str, Any]:
+        """Flat numbers for tables, files and trackers."""
+        names = {"edit": "edit_success", "equivalent": "generalization_success", "unrelated": "locality_success"}
+        flat: dict[str, Any] = {"edits": self.edits}
+        for suffix, table in (("", self.after), ("_before", self.before)):
+            for role, name in names.items():
+                flat[name + suffix] = table[role].tokens
+                flat[f"{name}_exact{suffix}"] = table[role].exact
+                flat[f"{name}_generated{suffix}"] = table[role].generated
+        flat["locality_agreement"] = self.locality_agreement
+        flat["mean_residual"] = self.mean_residual
+        flat["max_shift_ratio"] = max(self.shift_ratio.values())
+        return flat
+
+
+def evaluate(
+    lm: LanguageModel, records: Sequence[EditRecord], shifts: Shifts, config: Config, *,
+    generate: bool = True, solved: Solved | None = None,
+) -> Evaluation:  # fmt: skip
+    """Measure an edit of these records' facts, beside the unedited model."""
+    encoder = fact_encoder(lm, config.data)
+    facts: dict[str, list[Fact]] = {
+        "edit": [record.edit for record in records],
+        "equivalent": [fact for record in records for fact in record.equivalents],
+        "unrelated": [fact for some in unrelated_to_all(records) for fact in some],
+    }
+    encoded = {role: [encoder.encode(fact) for fact in some] for role, some in facts.items()}
+    tables: dict[str, dict[str, Answers]] = {}
+    for when, context in (("before", nullcontext()), ("after", edited(lm, shifts))):
+        with context:
+            tables[when] = {
+                role: _answers(lm, encoder, facts[role], encoded[role], config, generate) for role in facts
+            }
+    agreement = _agreement(tables["before"]["unrelated"].predicted, tables["after"]["unrelated"].predicted)
+    return Evaluation(
+        edits=len(records),
+        before={role: _success(encoded[role], answers) for role, answers in tables["before"].items()},
+        after={role: _success(encoded[role], answers) for role, answers in tables["after"].items()},
+        locality_agreement=agreement,
+        mean_residual=solved.mean_residual() if solved and solved.value_diffs else None,
+        shift_ratio=shift_ratio(lm, shifts),
+        facts=_reports(lm, facts, encoded, tables),
+    )
+
+
+def shift_ratio(lm: LanguageModel, shifts: Shifts) -> dict[str, float]:
+    """‖S‖/‖W‖ by layer."""
+    return {
+        name: float(shift.norm() / lm.model.get_parameter(f"{name}.weight").double().norm())
+        for name, shift in shifts.items()
+    }
+
+
+@torch.no_grad()
+def predict(lm: LanguageModel, facts: Sequence[EncodedFact], token_budget: int) -> list[list[int]]:
+    """The most probable token at each answer position, given the answer before it."""
+    found: list[list[int]] = [[] for _ in facts]
+    for batch in make_batches(facts, token_budget, lm.pad_id):
+        batch = batch.to(lm.device)
+        best: Tensor = lm.logits(batch).argmax(-1)
+        for fact, token in zip(batch.fact_of(batch.answer_mask).tolist(), best.tolist(), strict=True):
+            found[fact].append(token)
+    return found
+
+
+def _answers(
+    lm: LanguageModel, encoder: FactEncoder, facts: Sequence[Fact], encoded: Sequence[EncodedFact],
+    config: Config, generate: bool,
+) -> Answers:  # fmt: skip
+    predicted = predict(lm, encoded, config.batch.token_budget) if encoded else []
+    if not generate or lm.kind == "classifier" or not encoded:
+        return Answers(predicted, None)
+    longest = max(len(fact.targets) for fact in encoded)
+    prompts = [fact.prompt for fact in facts]
+    return Answers(predicted, generate_ids(lm, encoder, prompts, longest, config.batch.token_budget))
+
+
+def _success(encoded: Sequence[EncodedFact], answers: Answers) -> Success:
+    if not encoded:
+        return Success(None, None, None)
+    hits = [
+        [token == target for token, target in zip(predicted, fact.targets, strict=True)]
+        for fact, predicted in zip(encoded, answers.predicted, strict=True)
+    ]
+    generated = None
+    if answers.generated is not None:
+        generated = _mean(_starts(ids, fact) for ids, fact in zip(answers.generated, encoded, strict=True))
+    return Success(_mean(hit for row in hits for hit in row), _mean(all(row) for row in hits), generated)
+
+
+def _starts(ids: list[int], fact: EncodedFact) -> bool:
+    return ids[: len(fact.targets)] == fact.targets
+
+
+def _mean(values: Any) -> float:
+    listed = [float(value) for value in values]
+    return sum(listed) / len(listed)
+
+
+def _agreement(before: list[list[int]], after: list[list[int]]) -> float | None:
+    pairs = [pair for rows in zip(before, after, strict=True) for pair in zip(*rows, strict=True)]
+    return _mean(one == other for one, other in pairs) if pairs else None
+
+
+def _reports(
+    lm: LanguageModel,
+    facts: dict[str, list[Fact]],
+    encoded: dict[str, list[EncodedFact]],
+    tables: dict[str, dict[str, Answers]],
+) -> list[FactReport]:
+    reports = []
+    for role, some in facts.items():
+        before, after = tables["before"][role], tables["after"][role]
+        for index, fact in enumerate(some):
+            targets = encoded[role][index].targets
+            report = FactReport(
+                role, fact.prompt, fact.answer, before.predicted[index] == targets, after.predicted[index] == targets
+            )
+            if before.generated is not None and after.generated is not None:
+                report.before, report.after = decode(lm, before.generated[index]), decode(lm, after.generated[index])
+            reports.append(report)
+    return reports

@@ -1,0 +1,59 @@
+"""Greedy answers: what a user of the model really reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from transformers import GenerationConfig
+
+from malmen.data.tokens import FactEncoder
+from malmen.errors import EditError
+from malmen.lm import LanguageModel
+
+
+@torch.no_grad()
+def generate_ids(
+    lm: LanguageModel, encoder: FactEncoder, prompts: Sequence[str], max_new_tokens: int, token_budget: int = 4096
+) -> list[list[int]]:
+    """The greedy continuation of each prompt, in tokens; prompts of one length run together, so none is padded."""
+    if lm.kind == "classifier":
+        raise EditError("a classifier does not generate text; use `malmen eval` to see its answers")
+    encoded = [encoder.prompt_ids(prompt) for prompt in prompts]
+    by_length: dict[int, list[int]] = {}
+    for index, ids in enumerate(encoded):
+        by_length.setdefault(len(ids), []).append(index)
+    settings = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        pad_token_id=lm.pad_id,
+        eos_token_id=lm.tokenizer.eos_token_id,
+        decoder_start_token_id=lm.decoder_start if lm.kind == "encoder-decoder" else None,
+    )
+    found: dict[int, list[int]] = {}
+    for length, indices in by_length.items():
+        rows = max(1, token_budget // (length + max_new_tokens))
+        for first in range(0, len(indices), rows):
+            some = indices[first : first + rows]
+            inputs = torch.tensor([encoded[index] for index in some], device=lm.device)
+            mask = torch.ones_like(inputs)
+            outputs = cast(Any, lm.model).generate(inputs, attention_mask=mask, generation_config=settings)
+            start = length if lm.kind == "decoder" else 1
+            found.update(zip(some, outputs[:, start:].tolist(), strict=True))
+    return [found[index] for index in range(len(prompts))]
+
+
+def decode(lm: LanguageModel, ids: Sequence[int]) -> str:
+    """Tokens as text, up to the end mark."""
+    ids = list(ids)
+    if lm.tokenizer.eos_token_id in ids:
+        ids = ids[: ids.index(lm.tokenizer.eos_token_id)]
+    return str(lm.tokenizer.decode(ids, skip_special_tokens=True)).strip()
+
+
+def answer(
+    lm: LanguageModel, encoder: FactEncoder, prompts: Sequence[str], max_new_tokens: int = 16
+) -> list[str]:
+    """The greedy answer to each prompt as text."""
+    return [decode(lm, ids) for ids in generate_ids(lm, encoder, prompts, max_new_tokens)]

@@ -1,0 +1,106 @@
+"""Which records a meta-training step uses. It depends on the seed and the step's number alone, so any step
+can be drawn again: after a resume, on another machine, in another order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from malmen.config import Config
+from malmen.data.readers import read_records
+from malmen.data.records import EditRecord, Fact
+from malmen.data.tokens import EncodedFact, FactEncoder
+from malmen.data.world import world_records
+from malmen.errors import EditError
+from malmen.meta import MetaBatch
+
+
+def training_records(config: Config) -> Callable[[int], list[EditRecord]]:
+    """Records by epoch: a file's are the same in every epoch, the built-in world draws new answers each time."""
+    if config.data.train == "builtin":
+        return lambda epoch: world_records("train", seed=config.seed * 100_003 + epoch)
+    records = read_records(config.data.train, config.data.format)
+    return lambda _epoch: records
+
+
+def validation_records(config: Config) -> list[EditRecord]:
+    """Held-out records, in a seeded order."""
+    if config.data.validation == "builtin":
+        return world_records("validation", seed=config.seed)
+    records = list(read_records(config.data.validation, config.data.format))
+    random.Random(f"validation/{config.seed}").shuffle(records)
+    return records
+
+
+def compatible_records(records: Sequence[EditRecord], number: int) -> list[EditRecord]:
+    """The first `number` records of which no two edit the same prompt."""
+    chosen: dict[str, EditRecord] = {}
+    for record in records:
+        if len(chosen) == number:
+            break
+        chosen.setdefault(record.edit.prompt, record)
+    return list(chosen.values())
+
+
+def unrelated_to_all(records: Sequence[EditRecord]) -> list[list[Fact]]:
+    """Each record's unrelated tuples without those that another record edits: ∩ U(x_i, y_i), eq. 1."""
+    touched = {fact.prompt for record in records for fact in (record.edit, *record.equivalents)}
+    return [[fact for fact in record.unrelated if fact.prompt not in touched] for record in records]
+
+
+@dataclass
+class Sampler:
+    """Meta-batches by step."""
+
+    config: Config
+    encoder: FactEncoder
+    records: Callable[[int], list[EditRecord]]
+    _epoch: tuple[int, list[EditRecord]] = (-1, [])
+    _encoded: dict[Fact, EncodedFact] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.steps_per_epoch = len(self.records(0)) // self.config.training.num_edits
+        if self.steps_per_epoch == 0:
+            raise EditError(
+                f"training.num_edits is {self.config.training.num_edits}, but {self.config.data.train} has only "
+                f"{len(self.records(0))} records"
+            )
+
+    def batch(self, step: int) -> MetaBatch:
+        """The tuples of this step."""
+        training = self.config.training
+        epoch, place = divmod(step, self.steps_per_epoch)
+        order = self._order(epoch)
+        some = compatible_records(order[place * training.num_edits :] + order, training.num_edits)
+        rng = random.Random(f"step/{self.config.seed}/{step}")
+        equivalents = [fact for record in some for fact in self._equivalents(record, rng)]
+        unrelated = [
+            fact
+            for facts in unrelated_to_all(some)
+            for fact in rng.sample(facts, min(training.unrelated_per_edit, len(facts)))
+        ]
+        return MetaBatch(
+            [self._encode(record.edit) for record in some],
+            [self._encode(fact) for fact in equivalents],
+            [self._encode(fact) for fact in unrelated],
+            [record.id for record in some],
+        )
+
+    def _equivalents(self, record: EditRecord, rng: random.Random) -> list[Fact]:
+        training = self.config.training
+        pool = list(record.equivalents) or [record.edit]
+        sampled = rng.sample(pool, min(training.equivalents_per_edit, len(pool)))
+        return [record.edit, *sampled] if training.include_edit and record.equivalents else sampled
+
+    def _order(self, epoch: int) -> list[EditRecord]:
+        if self._epoch[0] != epoch:
+            records = list(self.records(epoch))
+            random.Random(f"epoch/{self.config.seed}/{epoch}").shuffle(records)
+            self._epoch = (epoch, records)
+        return self._epoch[1]
+
+    def _encode(self, fact: Fact) -> EncodedFact:
+        if fact not in self._encoded:
+            self._encoded[fact] = self.encoder.encode(fact)
+        return self._encoded[fact]

@@ -1,0 +1,294 @@
+"""The command `malmen`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+
+from malmen import __version__
+from malmen.errors import EditError, UsageError
+
+app = typer.Typer(help="Rewrite facts inside a language model (MALMEN).", no_args_is_help=True, add_completion=False)
+data_app = typer.Typer(help="Edit records.", no_args_is_help=True)
+world_app = typer.Typer(help="The built-in world.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+app.add_typer(world_app, name="world")
+
+CONFIGS = Path(__file__).parent / "configs"
+
+Overrides = Annotated[list[str] | None, typer.Argument(help="settings as key=value, e.g. training.steps=100")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON on standard output")]
+EditorFolder = Annotated[Path, typer.Option("--editor", help="a run or checkpoint folder of `malmen train`")]
+ModelName = Annotated[str | None, typer.Option("--model", help="the base model, where it lies elsewhere than in training")]
+
+
+def resolve_config(name: str) -> Path:
+    """A config file by path, or one that is shipped by name."""
+    if Path(name).exists():
+        return Path(name)
+    shipped = CONFIGS / f"{name}.yaml"
+    if not shipped.exists():
+        known = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+        raise UsageError(f"no config {name!r}: neither a file nor one of those shipped ({known})")
+    return shipped
+
+
+@app.command()
+def train(
+    config: Annotated[str, typer.Argument(help="a YAML file, or a shipped config (`malmen configs` lists them)")],
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="the run's folder")] = Path("runs/train"),
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Meta-train an editor; ends with an evaluation on held-out records."""
+    from malmen.config import load_config
+    from malmen.platform.output import err, out as console, print_json, scores_footer, scores_table, training_progress
+    from malmen.sampling import validation_records
+    from malmen.training import evaluate_editor
+    from malmen.training import train as run_training
+
+    settings = load_config(resolve_config(config), overrides or [])
+    with training_progress(settings.training.steps) as progress:
+        run = run_training(settings, out, resume=resume, on_step=progress.step, on_evaluation=progress.evaluation)
+    evaluation = evaluate_editor(run.lm, run.editor, validation_records(settings), settings)
+    if as_json:
+        print_json({**evaluation.scores(), "seconds": run.seconds, "steps": run.editor.steps_done, "editor": str(out)})
+        return
+    console.print(scores_table(evaluation))
+    console.print(scores_footer(evaluation), highlight=False)
+    err.print(f"The editor is in {out} ({run.seconds:.0f} s). Next: malmen edit --editor {out} --facts FILE")
+
+
+@app.command()
+def edit(
+    editor: EditorFolder,
+    facts: Annotated[Path, typer.Option(help="facts or records to edit, see docs/data.md")],
+    out: Annotated[Path, typer.Option(help="the folder for the edit")] = Path("runs/edit"),
+    model: ModelName = None,
+    generate: Annotated[bool, typer.Option(help="also compare freely generated answers")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Apply facts from a file: one change of weights for all of them, reported fact by fact and saved."""
+    from malmen.checkpoint import read_state, save_edit
+    from malmen.data.readers import read_records
+    from malmen.evaluate import evaluate
+    from malmen.platform.output import err, facts_table, out as console, print_json, scores_footer, scores_table
+
+    lm, trained, config = _load(editor, model)
+    records = read_records(facts, "auto")
+    _refuse_contradictions(records)
+    solved = trained.edit(lm, [record.edit for record in records])
+    evaluation = evaluate(lm, records, solved.shifts, config, generate=generate, solved=solved)
+    manifest: dict[str, Any] = {
+        "base_model": lm.fingerprint(),
+        "model": config.model.model_dump(mode="json"),
+        "data": config.data.model_dump(mode="json"),
+        "editor": {"folder": str(editor), "step": read_state(editor)["step"]},
+        "facts": [asdict(record.edit) for record in records],
+        "scores": evaluation.scores(),
+    }
+    save_edit(out, solved.shifts, manifest)
+    if as_json:
+        print_json({**evaluation.scores(), "out": str(out), "facts": [asdict(fact) for fact in evaluation.facts]})
+        return
+    shown = [fact for fact in evaluation.facts if fact.role == "edit"]
+    console.print(facts_table(shown[:50], f"{len(shown)} facts" + (", the first 50" if len(shown) > 50 else "")))
+    console.print(scores_table(evaluation))
+    console.print(scores_footer(evaluation), highlight=False)
+    err.print(f'The edit is in {out}. Next: malmen generate --edits {out} "a prompt"')
+
+
+@app.command("eval")
+def evaluate_command(
+    editor: EditorFolder,
+    records: Annotated[Path | None, typer.Option(help="records to edit; default: the validation data of the run")] = None,
+    edits: Annotated[int | None, typer.Option(min=1, help="how many at once; default: as in training")] = None,
+    model: ModelName = None,
+    generate: Annotated[bool, typer.Option(help="also compare freely generated answers")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Edit held-out records at once and measure ES, GS, LS and what goes with them."""
+    from malmen.data.readers import read_records
+    from malmen.platform.output import out as console
+    from malmen.platform.output import print_json, scores_footer, scores_table
+    from malmen.sampling import validation_records
+    from malmen.training import evaluate_editor
+
+    lm, trained, config = _load(editor, model)
+    some = read_records(records, "auto") if records else validation_records(config)
+    evaluation = evaluate_editor(lm, trained, some, config, edits=edits, generate=generate)
+    if as_json:
+        print_json({**evaluation.scores(), "shift_ratio": evaluation.shift_ratio})
+        return
+    console.print(scores_table(evaluation))
+    console.print(scores_footer(evaluation), highlight=False)
+
+
+@app.command("generate")
+def generate_command(
+    prompts: Annotated[list[str], typer.Argument(help="what to ask")],
+    edits: Annotated[Path, typer.Option(help="a folder of `malmen edit`")],
+    model: ModelName = None,
+    tokens: Annotated[int, typer.Option(min=1, help="the longest answer")] = 24,
+    as_json: AsJson = False,
+) -> None:
+    """Ask the model before and after an edit, side by side."""
+    from rich.table import Table
+
+    from malmen.checkpoint import load_edit
+    from malmen.config import DataConfig, ModelConfig
+    from malmen.facts import fact_encoder
+    from malmen.generate import answer
+    from malmen.lm import load_lm
+    from malmen.overlay import edited
+    from malmen.platform.output import out as console
+    from malmen.platform.output import print_json
+
+    _, manifest = load_edit(edits)
+    settings = ModelConfig(**manifest["model"])
+    lm = load_lm(settings.model_copy(update={"name": model}) if model else settings)
+    shifts, _ = load_edit(edits, lm)
+    encoder = fact_encoder(lm, DataConfig(**manifest["data"]))
+    before = answer(lm, encoder, prompts, tokens)
+    with edited(lm, shifts):
+        after = answer(lm, encoder, prompts, tokens)
+    if as_json:
+        rows = zip(prompts, before, after, strict=True)
+        print_json([{"prompt": prompt, "before": old, "after": new} for prompt, old, new in rows])
+        return
+    table = Table("prompt", "before", "after")
+    for row in zip(prompts, before, after, strict=True):
+        table.add_row(*row)
+    console.print(table)
+
+
+@app.command()
+def quickstart(
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="the run's folder, replaced")] = Path("runs/quickstart"),
+    as_json: AsJson = False,
+) -> None:
+    """Meta-train on the built-in world, edit held-out facts, show before and after."""
+    from malmen.platform.quickstart import run_quickstart
+
+    run_quickstart(resolve_config("builtin"), overrides or [], out, as_json=as_json)
+
+
+@app.command()
+def configs() -> None:
+    """List the shipped configs."""
+    from malmen.platform.output import out as console
+
+    for path in sorted(CONFIGS.glob("*.yaml")):
+        first = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+        console.print(f"{path.stem:14} {first}", highlight=False)
+
+
+@data_app.command("check")
+def data_check(
+    file: Annotated[Path, typer.Argument(help="the file to check")],
+    format: Annotated[str, typer.Option(help="auto, malmen, zsre, counterfact or fever")] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Find what is wrong with a file of edit records, with line, field and remedy."""
+    from malmen.data.check import check_file
+    from malmen.platform.output import out as console
+    from malmen.platform.output import print_json
+
+    report = check_file(file, format)
+    if as_json:
+        print_json(report.as_dict())
+    else:
+        console.print(report.as_text(), markup=False, highlight=False)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@world_app.command("build")
+def world_build(
+    out: Annotated[Path, typer.Option(help="where the model folder goes")] = Path("runs/world_model"),
+    seed: Annotated[int, typer.Option(help="of weights and data order")] = 2024,
+    epochs: Annotated[int, typer.Option(min=1)] = 25,
+    as_json: AsJson = False,
+) -> None:
+    """Train the small language model of the built-in world again."""
+    from malmen.data.world_model import build_world_model
+    from malmen.platform.output import err, print_json
+    from malmen.platform.output import out as console
+
+    def on_epoch(epoch: int, loss: float, accuracy: float) -> None:
+        err.print(f"epoch {epoch}/{epochs}  loss {loss:.4f}  facts known {100 * accuracy:.1f} %", highlight=False)
+
+    manifest = build_world_model(out, seed=seed, max_epochs=epochs, on_epoch=on_epoch)
+    if as_json:
+        print_json(manifest)
+    else:
+        console.print(f"{out}: knows {100 * float(str(manifest['accuracy'])):.2f} % of {manifest['facts']} facts")
+
+
+def _load(folder: Path, model: str | None) -> tuple[Any, Any, Any]:
+    """The base model, the editor trained for it, and its config."""
+    from malmen.checkpoint import load_editor, read_config
+    from malmen.lm import load_lm
+
+    config = read_config(folder)
+    lm = load_lm(config.model.model_copy(update={"name": model}) if model else config.model)
+    return lm, load_editor(folder, lm), config
+
+
+def _refuse_contradictions(records: list[Any]) -> None:
+    answers: dict[str, str] = {}
+    for record in records:
+        known = answers.setdefault(record.edit.prompt, record.edit.answer)
+        if known != record.edit.answer:
+            raise EditError(
+                f"the facts contradict each other: {record.edit.prompt!r} is to be {known!r} and {record.edit.answer!r}; "
+                "`malmen data check` lists such lines"
+            )
+
+
+def _version(show: bool) -> None:
+    if show:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="log what happens")] = False,
+    _show: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")] = False,
+) -> None:
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    if not verbose:
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+def main() -> None:
+    """Exit codes: 0 done, 1 failed, 2 wrong usage."""
+    try:
+        app(standalone_mode=False)
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit("malmen: interrupted; `--resume` goes on from the newest checkpoint")
+    except EditError as error:
+        print(f"malmen: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        print(f"malmen: {error.strerror or error}{where}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

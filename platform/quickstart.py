@@ -1,0 +1,96 @@
+"""`malmen quickstart`: the whole story on the built-in world in a few minutes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from malmen.config import load_config
+from malmen.data.world import NUM_HELD_OUT, NUM_SUBJECTS, RELATIONS
+from malmen.errors import EditError
+from malmen.evaluate import Evaluation, FactReport
+from malmen.platform.output import (
+    err,
+    facts_table,
+    out,
+    print_json,
+    scores_footer,
+    scores_table,
+    training_progress,
+)
+from malmen.platform.plots import plot_training
+from malmen.sampling import validation_records
+from malmen.training import evaluate_editor, train
+
+
+def run_quickstart(config_path: Path, overrides: list[str], folder: Path, *, as_json: bool) -> None:
+    """Train, edit, show, save."""
+    start = time.perf_counter()
+    config = load_config(config_path, overrides)
+    _clear(folder)
+    err.print(
+        f"The built-in world has {NUM_SUBJECTS} people with {len(RELATIONS)} facts each. A hyper-network learns to edit "
+        f"on the facts of {NUM_SUBJECTS - NUM_HELD_OUT} of them; the other {NUM_HELD_OUT} are kept to test it.",
+        highlight=False,
+    )
+    with training_progress(config.training.steps) as progress:
+        run = train(config, folder, on_step=progress.step, on_evaluation=progress.evaluation)
+    evaluation = evaluate_editor(run.lm, run.editor, validation_records(config), config)
+    plot_training(run.history, folder / "training.png")
+    result = _result(evaluation, run.editor.steps_done, time.perf_counter() - start, config.model_dump(mode="json"))
+    _write(folder / "result.json", result)
+    _write_example_facts(folder / "facts.jsonl", evaluation)
+    if as_json:
+        print_json(result)
+        return
+    _show(evaluation, folder, result["seconds"])
+
+
+def _clear(folder: Path) -> None:
+    """Only what an earlier quickstart left is removed."""
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if not (folder / "history.jsonl").exists():
+        raise EditError(f"{folder} exists and is no run of malmen; choose another --out")
+    shutil.rmtree(folder)
+
+
+def _result(evaluation: Evaluation, steps: int, seconds: float, config: dict[str, Any]) -> dict[str, Any]:
+    return {**evaluation.scores(), "steps": steps, "seconds": round(seconds, 1), "config": config}
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    fresh = path.with_suffix(".tmp")
+    fresh.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    fresh.replace(path)
+
+
+def _write_example_facts(path: Path, evaluation: Evaluation) -> None:
+    """Some of the edits as a file that `malmen edit` takes."""
+    rows = [{"prompt": fact.prompt, "answer": fact.answer} for fact in evaluation.facts if fact.role == "edit"][:8]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _show(evaluation: Evaluation, folder: Path, seconds: float) -> None:
+    out.print(facts_table(_examples(evaluation.facts), "A few answers of the model"))
+    out.print(scores_table(evaluation))
+    out.print(scores_footer(evaluation), highlight=False)
+    out.print(
+        f"\nDone in {seconds:.0f} s. The editor, training.png and result.json are in {folder}.\n"
+        "What to try next:\n"
+        f"  malmen edit --editor {folder} --facts {folder}/facts.jsonl --out runs/edit\n"
+        f'  malmen generate --edits runs/edit "{evaluation.facts[0].prompt}"\n'
+        f"  malmen eval --editor {folder} --edits 512\n"
+        "  make quickstart ARGS=aggregation=sum     # MEND's way of merging, for comparison",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _examples(facts: list[FactReport]) -> list[FactReport]:
+    roles = ("edit", "equivalent", "unrelated")
+    return [fact for role in roles for fact in [one for one in facts if one.role == role][:4]]

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import pytest
+from tiny_models import tiny_lm
+from torch import nn
+
+from malmen.errors import UsageError
+from malmen.layers import find_layers, find_stacks
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "ffn", "expected"),
+    [
+        ("gpt2", "last:2", "second", ["transformer.h.1.mlp.c_proj", "transformer.h.2.mlp.c_proj"]),
+        ("gpt2", "first:1", "first", ["transformer.h.0.mlp.c_fc"]),
+        ("gptj", "last:1", "second", ["transformer.h.2.mlp.fc_out"]),
+        ("llama", "last:1", "second", ["model.layers.2.mlp.down_proj"]),
+        ("llama", "last:1", "first", ["model.layers.2.mlp.gate_proj", "model.layers.2.mlp.up_proj"]),
+        ("bert", "last:1", "second", ["bert.encoder.layer.2.output.dense"]),
+        ("bert", "last:1", "first", ["bert.encoder.layer.2.intermediate.dense"]),
+        (
+            "t5",
+            "last:1",
+            "second",
+            ["encoder.block.2.layer.1.DenseReluDense.wo", "decoder.block.2.layer.2.DenseReluDense.wo"],
+        ),
+    ],
+)
+def test_a_rule_finds_the_ffn_linears(name: str, rule: str, ffn: str, expected: list[str]) -> None:
+    assert [layer.name for layer in find_layers(tiny_lm(name).model, rule, ffn)] == expected
+
+
+def test_sizes_and_places_are_read_by_type() -> None:
+    (conv,) = find_layers(tiny_lm("gpt2").model, ["transformer.h.1.mlp.c_proj"])
+    assert (conv.key_size, conv.value_size, conv.block, conv.stack) == (48, 12, 1, "decoder")
+    (linear,) = find_layers(tiny_lm("t5").model, ["encoder.block.0.layer.1.DenseReluDense.wi_0"])
+    assert (linear.key_size, linear.value_size, linear.block, linear.stack) == (12, 20, 0, "encoder")
+
+
+def test_a_wrong_name_lists_the_nearest_right_ones() -> None:
+    with pytest.raises(UsageError, match=r"transformer\.h\.1\.mlp\.c_proj"):
+        find_layers(tiny_lm("gpt2").model, ["transformer.h.1.mlp.cproj"])
+    with pytest.raises(UsageError, match="is a GPT2MLP, not a linear layer"):
+        find_layers(tiny_lm("gpt2").model, ["transformer.h.1.mlp"])
+    with pytest.raises(UsageError, match="outside the blocks"):
+        find_layers(tiny_lm("gpt2").model, ["lm_head"])
+
+
+@pytest.mark.parametrize("rule", ["last:0", "last:4", "lats:2", "6", "last:x"])
+def test_a_wrong_rule_says_what_is_possible(rule: str) -> None:
+    with pytest.raises(UsageError, match="3 blocks|expected `last:K`"):
+        find_layers(tiny_lm("gpt2").model, rule)
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(UsageError, match="0 stacks"):
+        find_stacks(nn.Linear(2, 2))

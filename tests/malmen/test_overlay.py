@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+from tiny_models import MODELS, random_facts, tiny_lm
+from torch import nn
+from torch.testing import assert_close
+from transformers.pytorch_utils import Conv1D
+
+from malmen.data.tokens import make_batches
+from malmen.errors import EditError
+from malmen.layers import find_layers
+from malmen.lm import LanguageModel
+from malmen.overlay import edited
+
+pytestmark = pytest.mark.usefixtures("exact")
+
+
+def _shifts(lm: LanguageModel, names: list[str] | str = "last:2") -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    return {
+        layer.name: torch.randn(layer.value_size, layer.key_size, dtype=torch.float64)
+        for layer in find_layers(lm.model, names)
+    }
+
+
+def _digest(lm: LanguageModel) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in lm.model.state_dict().items():
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _write(lm: LanguageModel, shifts: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, shift in shifts.items():
+            module = lm.model.get_submodule(name)
+            assert isinstance(module, nn.Linear | Conv1D)
+            module.weight += shift.T if isinstance(module, Conv1D) else shift
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_overlay_equals_weights_that_were_really_changed(name: str) -> None:
+    lm, changed = tiny_lm(name), tiny_lm(name)
+    shifts = _shifts(lm)
+    _write(changed, shifts)
+    (batch,) = make_batches(random_facts(lm, 4), 10_000, 0)
+    with edited(lm, shifts):
+        found = lm.logits(batch)
+    assert not torch.allclose(found, lm.logits(batch))
+    assert_close(found, changed.logits(batch), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize(("name", "layer"), [("gpt2", "transformer.h.1.attn.c_proj"), ("llama", "model.layers.1.self_attn.q_proj")])
+def test_square_layers_are_not_confused_with_their_transposes(name: str, layer: str) -> None:
+    lm, changed = tiny_lm(name), tiny_lm(name)
+    shifts = _shifts(lm, [layer])
+    assert shifts[layer].shape[0] == shifts[layer].shape[1]
+    _write(changed, shifts)
+    (batch,) = make_batches(random_facts(lm, 4), 10_000, 0)
+    with edited(lm, shifts):
+        assert_close(lm.logits(batch), changed.logits(batch), rtol=1e-9, atol=1e-10)
+
+
+def test_the_model_is_bit_identical_afterwards_also_when_an_exception_passes_through(kind: str) -> None:
+    lm = tiny_lm(kind)
+    before, hooks = _digest(lm), _count_hooks(lm)
+    (batch,) = make_batches(random_facts(lm, 4), 10_000, 0)
+    logits = lm.logits(batch)
+    with pytest.raises(ZeroDivisionError), edited(lm, _shifts(lm)):
+        lm.logits(batch)
+        raise ZeroDivisionError
+    assert _digest(lm) == before
+    assert _count_hooks(lm) == hooks
+    assert torch.equal(lm.logits(batch), logits)
+
+
+def test_the_gradient_of_a_leaf_is_the_gradient_of_the_edited_weight(kind: str) -> None:
+    lm, changed = tiny_lm(kind), tiny_lm(kind)
+    shifts = {name: shift.requires_grad_() for name, shift in _shifts(lm).items()}
+    _write(changed, {name: shift.detach() for name, shift in shifts.items()})
+    (batch,) = make_batches(random_facts(lm, 4), 10_000, 0)
+    with edited(lm, shifts):
+        lm.log_probs(batch)[:, 0].sum().backward()
+    for name in shifts:
+        weight = changed.model.get_parameter(f"{name}.weight").requires_grad_()
+        changed.log_probs(batch)[:, 0].sum().backward()
+        grad = weight.grad
+        assert grad is not None
+        weight.requires_grad_(False).grad = None
+        expected = grad.T if isinstance(changed.model.get_submodule(name), Conv1D) else grad
+        assert_close(shifts[name].grad, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_an_edit_of_another_model_is_refused() -> None:
+    lm = tiny_lm("gpt2")
+    with pytest.raises(EditError, match="no linear layer"), edited(lm, {"model.layers.0.mlp.down_proj": torch.zeros(1, 1)}):
+        pass
+    (batch,) = make_batches(random_facts(lm, 1), 10_000, 0)
+    with pytest.raises(EditError, match=r"shift is \(3, 4\)"), edited(lm, {"transformer.h.0.mlp.c_proj": torch.zeros(3, 4)}):
+        lm.logits(batch)
+
+
+def _count_hooks(lm: LanguageModel) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in lm.model.modules())
