@@ -33,7 +33,7 @@ types: $(INSTALLED) ## mypy on the built wheel
 		--config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache"
 
 bench: $(INSTALLED) ## the benchmarks, small
-	@$(BIN)/python benchmarks/solve.py --model gpt2 --edits 64 --steps 1
+	@$(BIN)/python benchmarks/solve.py --tokens 128 1024
 	@$(BIN)/python benchmarks/meta_step.py --model gpt2 --edits 64 --steps 1
 
 clean: ## remove caches and build products (.venv and runs/ stay)

@@ -40,7 +40,9 @@ def main() -> None:
 
         primal = seconds(whole(lambda k=keys, d=diffs: NormalEquation.of(k, d).solve(1.0)), args.repeats)
         dual = seconds(whole(lambda k=keys, d=diffs: DualSolution.of(k, d, 1.0)), args.repeats)
-        rows.append({"tokens": tokens, "primal_s": round(primal, 4), "dual_s": round(dual, 4), "ratio": round(primal / dual, 2)})
+        rows.append(
+            {"tokens": tokens, "primal_s": round(primal, 4), "dual_s": round(dual, 4), "ratio": round(primal / dual, 2)}
+        )
     print(json.dumps({"key_size": args.key_size, "value_size": args.value_size, "rows": rows}))
 
 

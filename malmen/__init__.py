@@ -1,6 +1,34 @@
 """MALMEN: massive editing of language models by meta learning, in plain torch (Tan, Zhang & Fu, ICLR 2024)."""
 
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from malmen.config import Config
+    from malmen.data.readers import read_records
+    from malmen.data.records import EditRecord, Fact
+    from malmen.editor import Editor
+    from malmen.errors import EditError
+    from malmen.evaluate import evaluate
+    from malmen.generate import ask
+    from malmen.lm import load_lm
+    from malmen.overlay import edited
+    from malmen.training import train
+
+__all__ = [
+    "Config",
+    "EditError",
+    "EditRecord",
+    "Editor",
+    "Fact",
+    "ask",
+    "edited",
+    "evaluate",
+    "load_lm",
+    "read_records",
+    "train",
+]
 
 __version__ = "0.1.0"
 
@@ -10,3 +38,24 @@ __version__ = "0.1.0"
 _root = Path(__file__).resolve().parent.parent
 if (_root / "pyproject.toml").is_file() and (_root / "platform").is_dir():
     __path__.append(str(_root))
+
+_HOMES = {
+    "Config": "config",
+    "EditError": "errors",
+    "EditRecord": "data.records",
+    "Editor": "editor",
+    "Fact": "data.records",
+    "ask": "generate",
+    "edited": "overlay",
+    "evaluate": "evaluate",
+    "load_lm": "lm",
+    "read_records": "data.readers",
+    "train": "training",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are loaded when first used: `malmen --help` should not wait for torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'malmen' has no attribute {name!r}")
+    return getattr(import_module(f"malmen.{_HOMES[name]}"), name)

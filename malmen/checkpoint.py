@@ -64,7 +64,9 @@ def latest_checkpoint(folder: Path) -> Path:
         return folder
     found = _checkpoints(folder)
     if not found:
-        raise EditError(f"{folder} holds no trained editor: expected state.json, or {_PREFIX}* folders as `malmen train` writes")
+        raise EditError(
+            f"{folder} holds no trained editor: expected state.json, or {_PREFIX}* folders as `malmen train` writes"
+        )
     return found[-1]
 
 
@@ -151,14 +153,18 @@ def _load_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise EditError(f"cannot read {path}: {error}; the file is damaged or incomplete, use an earlier checkpoint") from error
+        raise EditError(
+            f"cannot read {path}: {error}; the file is damaged or incomplete, use an earlier checkpoint"
+        ) from error
 
 
 def _load_into(editor: Editor, tensors: dict[str, Tensor], folder: Path) -> None:
     try:
         editor.load_state_dict(tensors)
     except RuntimeError as error:
-        raise EditError(f"the tensors in {folder} do not fit its config: {' '.join(str(error).split())[:300]}") from error
+        raise EditError(
+            f"the tensors in {folder} do not fit its config: {' '.join(str(error).split())[:300]}"
+        ) from error
 
 
 def _optimizer_tensors(editor: Editor) -> dict[str, Tensor]:

@@ -22,64 +22,66 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The language model to edit."""
 
-    name: str = Field("builtin", description="`builtin`, a folder, a .gguf file, or a hub name")
-    revision: str | None = Field(None, description="a hub revision")
+    name: str = Field(default="builtin", description="`builtin`, a folder, a .gguf file, or a hub name")
+    revision: str | None = Field(default=None, description="a hub revision")
     kind: Literal["auto", "decoder", "encoder-decoder", "classifier"] = "auto"
-    device: str = Field("auto", description="`auto`, `cpu`, `cuda`, `cuda:1`, …")
+    device: str = Field(default="auto", description="`auto`, `cpu`, `cuda`, `cuda:1`, …")
     dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = Field(
-        "auto", description="`auto` is bfloat16 on a GPU that has it, else float32"
+        default="auto", description="`auto` is bfloat16 on a GPU that has it, else float32"
     )
 
 
 class EditorConfig(Section):
     """The hyper-network and the way its wishes are merged."""
 
-    layers: str | list[str] = Field("last:6", description="`last:K`, `first:K`, `all`, or module names")
-    ffn: Literal["first", "second"] = Field("second", description="which linear of the FFN a rule means")
-    tokens: Literal["answer", "all"] = Field("answer", description="whose keys and gradients are used")
-    aggregation: Literal["least_squares", "sum"] = Field("least_squares", description="`sum` is MEND")
-    regularisation: bool = Field(True, description="whether the normal equation is damped")
-    rank: int = Field(1920, gt=0)
-    blocks: int = Field(2, ge=0)
-    edit_lr: float = Field(1e-6, gt=0, description="initial η, learned per layer")
-    damping: float = Field(1.0, gt=0, description="initial λ_ℓ, learned per layer")
+    layers: str | list[str] = Field(default="last:6", description="`last:K`, `first:K`, `all`, or module names")
+    ffn: Literal["first", "second"] = Field(default="second", description="which linear of the FFN a rule means")
+    tokens: Literal["answer", "all"] = Field(default="answer", description="whose keys and gradients are used")
+    aggregation: Literal["least_squares", "sum"] = Field(default="least_squares", description="`sum` is MEND")
+    regularisation: bool = Field(default=True, description="whether the normal equation is damped")
+    rank: int = Field(default=1920, gt=0)
+    blocks: int = Field(default=2, ge=0)
+    edit_lr: float = Field(default=1e-6, gt=0, description="initial η, learned per layer")
+    damping: float = Field(default=1.0, gt=0, description="initial λ_ℓ, learned per layer")
 
 
 class TrainingConfig(Section):
     """Meta-training."""
 
-    num_edits: int = Field(64, gt=0, description="m, edits per step")
-    steps: int = Field(1000, ge=0)
-    meta_lr: float = Field(1e-5, gt=0)
-    scalar_lr: float | None = Field(None, gt=0, description="for log edit-lr and log damping; default meta_lr")
-    schedule: Literal["constant", "cosine"] = Field("constant", description="of both learning rates over the steps")
-    locality_coef: float = Field(1.0, ge=0, description="λ_loc of eq. 1")
-    max_grad_norm: float = Field(1.0, gt=0)
-    equivalents_per_edit: int = Field(1, gt=0, description="sampled per edit and step")
-    unrelated_per_edit: int = Field(1, ge=0, description="sampled per edit and step")
-    include_edit: bool = Field(False, description="the edit itself counts among its equivalents")
-    eval_every: int = Field(0, ge=0, description="steps between evaluations; 0: only at the end")
-    eval_edits: int | None = Field(None, gt=0, description="edits per evaluation; default num_edits")
-    checkpoint_every: int = Field(100, gt=0)
+    num_edits: int = Field(default=64, gt=0, description="m, edits per step")
+    steps: int = Field(default=1000, ge=0)
+    meta_lr: float = Field(default=1e-5, gt=0)
+    scalar_lr: float | None = Field(default=None, gt=0, description="for log edit-lr and log damping; default meta_lr")
+    schedule: Literal["constant", "cosine"] = Field(
+        default="constant", description="of both learning rates over the steps"
+    )
+    locality_coef: float = Field(default=1.0, ge=0, description="λ_loc of eq. 1")
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    equivalents_per_edit: int = Field(default=1, gt=0, description="sampled per edit and step")
+    unrelated_per_edit: int = Field(default=1, ge=0, description="sampled per edit and step")
+    include_edit: bool = Field(default=False, description="the edit itself counts among its equivalents")
+    eval_every: int = Field(default=0, ge=0, description="steps between evaluations; 0: only at the end")
+    eval_edits: int | None = Field(default=None, gt=0, description="edits per evaluation; default num_edits")
+    checkpoint_every: int = Field(default=100, gt=0)
 
 
 class DataConfig(Section):
     """Edit records and how they become tokens."""
 
-    train: str = Field("builtin", description="`builtin` or a file")
-    validation: str = Field("builtin", description="`builtin` or a file")
+    train: str = Field(default="builtin", description="`builtin` or a file")
+    validation: str = Field(default="builtin", description="`builtin` or a file")
     format: Literal["auto", "malmen", "zsre", "counterfact", "fever"] = "auto"
     prompt_format: Literal["raw", "chat"] = "raw"
-    max_length: int = Field(512, gt=1)
+    max_length: int = Field(default=512, gt=1)
     overlong: Literal["error", "truncate"] = "error"
-    append_eos: bool | None = Field(None, description="end answers with EOS; default: only encoder-decoders")
+    append_eos: bool | None = Field(default=None, description="end answers with EOS; default: only encoder-decoders")
 
 
 class BatchConfig(Section):
     """How the work is cut; no result depends on it."""
 
-    token_budget: int = Field(4096, gt=0, description="padded tokens per LM micro-batch")
-    hypernet_rows: int = Field(4096, gt=0, description="tokens per hyper-network batch")
+    token_budget: int = Field(default=4096, gt=0, description="padded tokens per LM micro-batch")
+    hypernet_rows: int = Field(default=4096, gt=0, description="tokens per hyper-network batch")
 
 
 class Config(Section):

@@ -207,7 +207,9 @@ class Editor(nn.Module):
             parts = [LayerTrace(*(part[rows] for part in traces[members[index].name])) for index, rows in cut]
             keys = torch.cat([part.keys for part in parts]).to(net.log_edit_lr)
             value_grads = torch.cat([part.value_grads for part in parts])
-            layers = torch.cat([torch.full((len(part.keys),), index) for (index, _), part in zip(cut, parts, strict=True)])
+            layers = torch.cat(
+                [torch.full((len(part.keys),), index) for (index, _), part in zip(cut, parts, strict=True)]
+            )
             with torch.set_grad_enabled(grad):
                 pseudo_keys, scaled_grads = net(layers.to(keys.device), keys, value_grads)
             sizes = [len(part.keys) for part in parts]
@@ -230,9 +232,7 @@ class Editor(nn.Module):
 
     def _value_diffs(self, traces: Traces, kept: dict[str, list[HypernetRows]] | None) -> dict[str, Tensor]:
         dtype = self._net(next(iter(self.groups))).log_edit_lr.dtype
-        diffs = {
-            layer.name: torch.empty_like(traces[layer.name].value_grads, dtype=dtype) for layer in self.layers
-        }
+        diffs = {layer.name: torch.empty_like(traces[layer.name].value_grads, dtype=dtype) for layer in self.layers}
         for part in self._solve_rows(traces, kept):
             diffs[part.layer][part.rows] = part.value_diffs().detach()
         return diffs

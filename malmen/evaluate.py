@@ -93,9 +93,7 @@ def evaluate(
     tables: dict[str, dict[str, Answers]] = {}
     for when, context in (("before", nullcontext()), ("after", edited(lm, shifts))):
         with context:
-            tables[when] = {
-                role: _answers(lm, encoder, facts[role], encoded[role], config, generate) for role in facts
-            }
+            tables[when] = {role: _answers(lm, encoder, facts[role], encoded[role], config, generate) for role in facts}
     agreement = _agreement(tables["before"]["unrelated"].predicted, tables["after"]["unrelated"].predicted)
     return Evaluation(
         edits=len(records),

@@ -8,8 +8,10 @@ from typing import Any, cast
 import torch
 from transformers import GenerationConfig
 
+from malmen.config import DataConfig
 from malmen.data.tokens import FactEncoder
 from malmen.errors import EditError
+from malmen.facts import fact_encoder
 from malmen.lm import LanguageModel
 
 
@@ -52,8 +54,10 @@ def decode(lm: LanguageModel, ids: Sequence[int]) -> str:
     return str(lm.tokenizer.decode(ids, skip_special_tokens=True)).strip()
 
 
-def answer(
-    lm: LanguageModel, encoder: FactEncoder, prompts: Sequence[str], max_new_tokens: int = 16
+def ask(
+    lm: LanguageModel, prompts: str | Sequence[str], max_new_tokens: int = 24, data: DataConfig | None = None
 ) -> list[str]:
     """The greedy answer to each prompt as text."""
-    return [decode(lm, ids) for ids in generate_ids(lm, encoder, prompts, max_new_tokens)]
+    encoder = fact_encoder(lm, data or DataConfig())
+    listed = [prompts] if isinstance(prompts, str) else prompts
+    return [decode(lm, ids) for ids in generate_ids(lm, encoder, listed, max_new_tokens)]

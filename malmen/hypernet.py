@@ -39,7 +39,9 @@ class RunningNorm(nn.Module):
         mean = rows.mean(0)
         delta = mean - self.mean[layer]
         total = self.count[layer] + rows.shape[0]
-        self.squares[layer] += (rows - mean).square().sum(0) + delta.square() * self.count[layer] * rows.shape[0] / total
+        self.squares[layer] += (rows - mean).square().sum(0) + delta.square() * self.count[layer] * rows.shape[
+            0
+        ] / total
         self.mean[layer] += delta * rows.shape[0] / total
         self.count[layer] = total
 

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from malmen.errors import UsageError
 
-# The last parts of the names of FFN linears, by family: GPT-2 · GPT-J/CodeGen · Llama and kin · T5 · BERT · GPT-NeoX · OPT
+# How the names of FFN linears end, by family: GPT-2 · GPT-J · Llama and kin · T5 · BERT · GPT-NeoX · OPT
 _FIRST_FC = (
     "mlp.c_fc", "mlp.fc_in", "mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj", "DenseReluDense.wi",
     "DenseReluDense.wi_0", "DenseReluDense.wi_1", "intermediate.dense", "mlp.dense_h_to_4h", "fc1", "mlp.fc1",

@@ -189,8 +189,9 @@ def _detach(output: Any) -> Any:
 # --- loading -----------------------------------------------------------------------------------------
 
 
-def load_lm(config: ModelConfig) -> LanguageModel:
+def load_lm(config: ModelConfig | str) -> LanguageModel:
     """The model of a local folder, a hub name, a GGUF file, or `builtin`."""
+    config = ModelConfig(name=config) if isinstance(config, str) else config
     name, options = _source(config)
     device = _device(config.device)
     dtype = _dtype(config.dtype, device)
@@ -209,7 +210,7 @@ def load_lm(config: ModelConfig) -> LanguageModel:
             f"cannot load the model {config.name!r}: {_first_line(error)} "
             "(expected `builtin`, a folder with config.json and safetensors, a .gguf file, or a hub name)"
         ) from error
-    return LanguageModel(model.to(device), tokenizer, cast(Kind, kind))
+    return LanguageModel(model.to(device), tokenizer, kind)
 
 
 def _source(config: ModelConfig) -> tuple[str, dict[str, Any]]:
@@ -248,4 +249,3 @@ def _dtype(name: Literal["auto", "float32", "float64", "bfloat16", "float16"], d
 
 def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-

@@ -67,13 +67,10 @@ def meta_step(lm: LanguageModel, editor: Editor, batch: MetaBatch) -> StepReport
         solved = editor.solve(traces, training=True)
     with watch("meta_loss"):  # (iv)
         leaves = {name: shift.to(lm.dtype).requires_grad_() for name, shift in solved.shifts.items()}
-        generalization = generalization_backward(
-            lm, leaves, make_batches(batch.equivalents, budget, lm.pad_id), 1 / max(1, len(batch.equivalents))
-        )
-        locality = locality_backward(
-            lm, editor.layers, leaves, make_batches(batch.unrelated, budget, lm.pad_id), 1 / max(1, len(batch.unrelated)),
-            coef,
-        )  # fmt: skip
+        equivalents = make_batches(batch.equivalents, budget, lm.pad_id)
+        unrelated = make_batches(batch.unrelated, budget, lm.pad_id)
+        generalization = generalization_backward(lm, leaves, equivalents, 1 / max(1, len(batch.equivalents)))
+        locality = locality_backward(lm, editor.layers, leaves, unrelated, 1 / max(1, len(batch.unrelated)), coef)
     meta_loss = generalization + coef * locality
     _check_finite(meta_loss, editor.steps_done, batch)
     with watch("hypernet"):  # (v)–(vii)
@@ -127,4 +124,6 @@ def _grad(leaf: Tensor) -> Tensor:
 def _check_finite(meta_loss: float, step: int, batch: MetaBatch) -> None:
     if meta_loss != meta_loss or abs(meta_loss) == float("inf"):
         some = ", ".join(batch.record_ids[:5])
-        raise EditError(f"step {step}: the meta loss is {meta_loss}; the records were {some} … ({len(batch.edits)} edits)")
+        raise EditError(
+            f"step {step}: the meta loss is {meta_loss}; the records were {some} … ({len(batch.edits)} edits)"
+        )

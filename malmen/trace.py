@@ -39,9 +39,7 @@ def trace(lm: LanguageModel, layers: Sequence[LayerSpec], batches: Iterable[Toke
     return {name: _in_order(found) for name, found in parts.items()}
 
 
-def _trace_batch(
-    lm: LanguageModel, layers: Sequence[LayerSpec], batch: TokenBatch, tokens: str
-) -> list[LayerTrace]:
+def _trace_batch(lm: LanguageModel, layers: Sequence[LayerSpec], batch: TokenBatch, tokens: str) -> list[LayerTrace]:
     keys: dict[str, Tensor] = {}
     probes: dict[str, Tensor] = {}
 

@@ -24,7 +24,13 @@ from malmen.meta import StepReport, meta_step
 from malmen.sampling import Sampler, compatible_records, training_records, validation_records
 
 # What may change between a run and its resumption without changing θ.
-_FREE = {"training.eval_every", "training.eval_edits", "training.checkpoint_every", "batch.token_budget", "batch.hypernet_rows"}
+_FREE = {
+    "training.eval_every",
+    "training.eval_edits",
+    "training.checkpoint_every",
+    "batch.token_budget",
+    "batch.hypernet_rows",
+}
 
 
 @dataclass
@@ -111,7 +117,11 @@ def _resumed(folder: Path, lm: LanguageModel, config: Config) -> Editor:
     editor = load_editor(folder, lm, optimizer=True)
     before, now = _flat(editor.config.model_dump()), _flat(config.model_dump())
     free = _FREE | ({"training.steps"} if config.training.schedule == "constant" else set())
-    changed = [f"{key} ({before.get(key)!r} → {value!r})" for key, value in now.items() if before.get(key) != value and key not in free]
+    changed = [
+        f"{key} ({before.get(key)!r} → {value!r})"
+        for key, value in now.items()
+        if before.get(key) != value and key not in free
+    ]
     if changed:
         raise EditError(
             f"cannot resume {latest_checkpoint(folder)} with another config: {', '.join(changed)}; "

@@ -8,13 +8,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 
 from malmen import __version__
 from malmen.errors import EditError, UsageError
 
-app = typer.Typer(help="Rewrite facts inside a language model (MALMEN).", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    help="Rewrite facts inside a language model (MALMEN).",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
 data_app = typer.Typer(help="Edit records.", no_args_is_help=True)
 world_app = typer.Typer(help="The built-in world.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
@@ -25,7 +29,9 @@ CONFIGS = Path(__file__).parent / "configs"
 Overrides = Annotated[list[str] | None, typer.Argument(help="settings as key=value, e.g. training.steps=100")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON on standard output")]
 EditorFolder = Annotated[Path, typer.Option("--editor", help="a run or checkpoint folder of `malmen train`")]
-ModelName = Annotated[str | None, typer.Option("--model", help="the base model, where it lies elsewhere than in training")]
+ModelName = Annotated[
+    str | None, typer.Option("--model", help="the base model, where it lies elsewhere than in training")
+]
 
 
 def resolve_config(name: str) -> Path:
@@ -49,7 +55,8 @@ def train(
 ) -> None:
     """Meta-train an editor; ends with an evaluation on held-out records."""
     from malmen.config import load_config
-    from malmen.platform.output import err, out as console, print_json, scores_footer, scores_table, training_progress
+    from malmen.platform.output import err, print_json, scores_footer, scores_table, training_progress
+    from malmen.platform.output import out as console
     from malmen.sampling import validation_records
     from malmen.training import evaluate_editor
     from malmen.training import train as run_training
@@ -79,7 +86,8 @@ def edit(
     from malmen.checkpoint import read_state, save_edit
     from malmen.data.readers import read_records
     from malmen.evaluate import evaluate
-    from malmen.platform.output import err, facts_table, out as console, print_json, scores_footer, scores_table
+    from malmen.platform.output import err, facts_table, print_json, scores_footer, scores_table
+    from malmen.platform.output import out as console
 
     lm, trained, config = _load(editor, model)
     records = read_records(facts, "auto")
@@ -108,7 +116,9 @@ def edit(
 @app.command("eval")
 def evaluate_command(
     editor: EditorFolder,
-    records: Annotated[Path | None, typer.Option(help="records to edit; default: the validation data of the run")] = None,
+    records: Annotated[
+        Path | None, typer.Option(help="records to edit; default: the validation data of the run")
+    ] = None,
     edits: Annotated[int | None, typer.Option(min=1, help="how many at once; default: as in training")] = None,
     model: ModelName = None,
     generate: Annotated[bool, typer.Option(help="also compare freely generated answers")] = True,
@@ -144,8 +154,7 @@ def generate_command(
 
     from malmen.checkpoint import load_edit
     from malmen.config import DataConfig, ModelConfig
-    from malmen.facts import fact_encoder
-    from malmen.generate import answer
+    from malmen.generate import ask
     from malmen.lm import load_lm
     from malmen.overlay import edited
     from malmen.platform.output import out as console
@@ -155,10 +164,10 @@ def generate_command(
     settings = ModelConfig(**manifest["model"])
     lm = load_lm(settings.model_copy(update={"name": model}) if model else settings)
     shifts, _ = load_edit(edits, lm)
-    encoder = fact_encoder(lm, DataConfig(**manifest["data"]))
-    before = answer(lm, encoder, prompts, tokens)
+    data = DataConfig(**manifest["data"])
+    before = ask(lm, prompts, tokens, data)
     with edited(lm, shifts):
-        after = answer(lm, encoder, prompts, tokens)
+        after = ask(lm, prompts, tokens, data)
     if as_json:
         rows = zip(prompts, before, after, strict=True)
         print_json([{"prompt": prompt, "before": old, "after": new} for prompt, old, new in rows])
@@ -249,8 +258,8 @@ def _refuse_contradictions(records: list[Any]) -> None:
         known = answers.setdefault(record.edit.prompt, record.edit.answer)
         if known != record.edit.answer:
             raise EditError(
-                f"the facts contradict each other: {record.edit.prompt!r} is to be {known!r} and {record.edit.answer!r}; "
-                "`malmen data check` lists such lines"
+                f"the facts contradict each other: {record.edit.prompt!r} is to be {known!r} and "
+                f"{record.edit.answer!r}; `malmen data check` lists such lines"
             )
 
 
@@ -263,9 +272,13 @@ def _version(show: bool) -> None:
 @app.callback()
 def _options(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="log what happens")] = False,
-    _show: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")] = False,
+    _show: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")
+    ] = False,
 ) -> None:
-    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )
     if not verbose:
         logging.getLogger("transformers").setLevel(logging.ERROR)
 
@@ -273,13 +286,8 @@ def _options(
 def main() -> None:
     """Exit codes: 0 done, 1 failed, 2 wrong usage."""
     try:
-        app(standalone_mode=False)
-    except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
+        app()  # wrong usage exits with 2 by itself
+    except KeyboardInterrupt:
         sys.exit("malmen: interrupted; `--resume` goes on from the newest checkpoint")
     except EditError as error:
         print(f"malmen: {error}", file=sys.stderr)

@@ -47,7 +47,9 @@ def scores_footer(evaluation: Evaluation) -> str:
     """The numbers that have no before."""
     parts = [f"largest ‖S‖/‖W‖ {max(evaluation.shift_ratio.values()):.3f}"]
     if evaluation.locality_agreement is not None:
-        parts.insert(0, f"unrelated tokens predicted as by the unedited model {percent(evaluation.locality_agreement)} %")
+        parts.insert(
+            0, f"unrelated tokens predicted as by the unedited model {percent(evaluation.locality_agreement)} %"
+        )
     if evaluation.mean_residual is not None:
         parts.append(f"mean residual {evaluation.mean_residual:.3f}")
     return " · ".join(parts)

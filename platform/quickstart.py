@@ -32,8 +32,8 @@ def run_quickstart(config_path: Path, overrides: list[str], folder: Path, *, as_
     config = load_config(config_path, overrides)
     _clear(folder)
     err.print(
-        f"The built-in world has {NUM_SUBJECTS} people with {len(RELATIONS)} facts each. A hyper-network learns to edit "
-        f"on the facts of {NUM_SUBJECTS - NUM_HELD_OUT} of them; the other {NUM_HELD_OUT} are kept to test it.",
+        f"The built-in world has {NUM_SUBJECTS} people with {len(RELATIONS)} facts each. A hyper-network learns to "
+        f"edit on the facts of {NUM_SUBJECTS - NUM_HELD_OUT} of them; the other {NUM_HELD_OUT} are kept to test it.",
         highlight=False,
     )
     with training_progress(config.training.steps) as progress:

@@ -88,7 +88,9 @@ class FactEncoder:
     def encode(self, fact: Fact) -> EncodedFact:
         """One fact; EditError where it cannot be encoded."""
         if not fact.answer.strip() or not fact.prompt.strip():
-            raise EditError(f"a fact needs a prompt and an answer; given prompt {fact.prompt!r}, answer {fact.answer!r}")
+            raise EditError(
+                f"a fact needs a prompt and an answer; given prompt {fact.prompt!r}, answer {fact.answer!r}"
+            )
         encoded = {
             "decoder": self._decoder,
             "encoder-decoder": self._encoder_decoder,

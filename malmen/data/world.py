@@ -172,9 +172,7 @@ def world_records(split: str, seed: int = 0, world: World | None = None) -> list
     world = world or make_world()
     rng = random.Random(f"{seed}/{split}")
     subjects = [name for name in world.subjects if (name in world.held_out) == (split == "validation")]
-    records = [
-        _record(world, subjects, subject, relation, rng) for subject in subjects for relation in RELATIONS
-    ]
+    records = [_record(world, subjects, subject, relation, rng) for subject in subjects for relation in RELATIONS]
     rng.shuffle(records)
     return records
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from malmen.data.records import Fact
-from malmen.data.world import WORLD_SEED, World, make_world
+from malmen.data.world import WORLD_SEED, make_world
 from malmen.errors import EditError
 
 WORLD_MODEL = Path(__file__).parent / "world_lm"
@@ -160,7 +160,9 @@ def _exact_accuracy(model: GPT2LMHeadModel, sequences: list[list[int]], answer_s
     for first in range(0, len(sequences), 256):
         tokens = _pad(sequences[first : first + 256])
         hits = model(tokens[:, :-1], use_cache=False).logits.argmax(-1) == tokens[:, 1:]
-        for row, start, hit in zip(sequences[first : first + 256], answer_starts[first : first + 256], hits, strict=True):
+        for row, start, hit in zip(
+            sequences[first : first + 256], answer_starts[first : first + 256], hits, strict=True
+        ):
             right += bool(hit[start - 1 : len(row) - 1].all())
     return right / len(sequences)
 

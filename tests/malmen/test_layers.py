@@ -48,7 +48,7 @@ def test_a_wrong_name_lists_the_nearest_right_ones() -> None:
 
 @pytest.mark.parametrize("rule", ["last:0", "last:4", "lats:2", "6", "last:x"])
 def test_a_wrong_rule_says_what_is_possible(rule: str) -> None:
-    with pytest.raises(UsageError, match="3 blocks|expected `last:K`"):
+    with pytest.raises(UsageError, match=r"3 blocks|expected `last:K`"):
         find_layers(tiny_lm("gpt2").model, rule)
 
 

@@ -53,7 +53,9 @@ def test_the_overlay_equals_weights_that_were_really_changed(name: str) -> None:
     assert_close(found, changed.logits(batch), rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize(("name", "layer"), [("gpt2", "transformer.h.1.attn.c_proj"), ("llama", "model.layers.1.self_attn.q_proj")])
+@pytest.mark.parametrize(
+    ("name", "layer"), [("gpt2", "transformer.h.1.attn.c_proj"), ("llama", "model.layers.1.self_attn.q_proj")]
+)
 def test_square_layers_are_not_confused_with_their_transposes(name: str, layer: str) -> None:
     lm, changed = tiny_lm(name), tiny_lm(name)
     shifts = _shifts(lm, [layer])
@@ -96,10 +98,16 @@ def test_the_gradient_of_a_leaf_is_the_gradient_of_the_edited_weight(kind: str) 
 
 def test_an_edit_of_another_model_is_refused() -> None:
     lm = tiny_lm("gpt2")
-    with pytest.raises(EditError, match="no linear layer"), edited(lm, {"model.layers.0.mlp.down_proj": torch.zeros(1, 1)}):
+    with (
+        pytest.raises(EditError, match="no linear layer"),
+        edited(lm, {"model.layers.0.mlp.down_proj": torch.zeros(1, 1)}),
+    ):
         pass
     (batch,) = make_batches(random_facts(lm, 1), 10_000, 0)
-    with pytest.raises(EditError, match=r"shift is \(3, 4\)"), edited(lm, {"transformer.h.0.mlp.c_proj": torch.zeros(3, 4)}):
+    with (
+        pytest.raises(EditError, match=r"shift is \(3, 4\)"),
+        edited(lm, {"transformer.h.0.mlp.c_proj": torch.zeros(3, 4)}),
+    ):
         lm.logits(batch)
 
 

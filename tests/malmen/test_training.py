@@ -24,7 +24,14 @@ def make_config(**training: object) -> Config:
     return Config.model_validate(
         {
             "editor": {"layers": "last:2", "rank": 8, "edit_lr": 1e-3},
-            "training": {"num_edits": 5, "steps": 6, "meta_lr": 1e-3, "schedule": "cosine", "checkpoint_every": 2, **training},
+            "training": {
+                "num_edits": 5,
+                "steps": 6,
+                "meta_lr": 1e-3,
+                "schedule": "cosine",
+                "checkpoint_every": 2,
+                **training,
+            },
         }
     )
 
@@ -64,7 +71,9 @@ def test_a_run_is_determined_by_its_seed(lm: LanguageModel, tmp_path: Path) -> N
     other = train(make_config(steps=2).model_copy(update={"seed": 1}), tmp_path / "other", lm=lm)
     for name, value in one.editor.state_dict().items():
         assert torch.equal(two.editor.state_dict()[name], value)
-    assert any(not torch.equal(other.editor.state_dict()[name], value) for name, value in one.editor.state_dict().items())
+    assert any(
+        not torch.equal(other.editor.state_dict()[name], value) for name, value in one.editor.state_dict().items()
+    )
 
 
 def test_resuming_with_another_config_is_refused_and_names_the_keys(lm: LanguageModel, tmp_path: Path) -> None:
@@ -174,4 +183,6 @@ def test_an_evaluation_reports_every_score_before_and_after(lm: LanguageModel) -
     assert scores["edit_success_exact_before"] == 0.0
     assert None not in scores.values()
     assert json.loads(json.dumps(scores)) == scores
-    assert len(evaluation.facts) == 7 + 21 + len([f for some in unrelated_to_all(world_records("validation")[:7]) for f in some])
+    assert len(evaluation.facts) == 7 + 21 + len(
+        [f for some in unrelated_to_all(world_records("validation")[:7]) for f in some]
+    )

@@ -29,10 +29,16 @@ from malmen.layers import find_layers
 from malmen.lm import FirstTokenClassifier, LanguageModel
 
 VOCABULARY = 40
-_LLAMA = dict(
-    vocab_size=VOCABULARY, hidden_size=12, intermediate_size=20, num_hidden_layers=3, num_attention_heads=2,
-    num_key_value_heads=1, max_position_embeddings=32, head_dim=6,
-)  # fmt: skip
+_LLAMA = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 12,
+    "intermediate_size": 20,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+    "head_dim": 6,
+}
 
 
 def _gpt2() -> GPT2LMHeadModel:
@@ -48,18 +54,28 @@ def _gptj() -> GPTJForCausalLM:
 def _t5() -> T5ForConditionalGeneration:
     return T5ForConditionalGeneration(
         T5Config(
-            vocab_size=VOCABULARY, d_model=12, d_kv=6, d_ff=20, num_layers=3, num_heads=2, decoder_start_token_id=0,
+            vocab_size=VOCABULARY,
+            d_model=12,
+            d_kv=6,
+            d_ff=20,
+            num_layers=3,
+            num_heads=2,
+            decoder_start_token_id=0,
             feed_forward_proj="gated-gelu",
-        )  # fmt: skip
+        )
     )
 
 
 def _bert() -> FirstTokenClassifier:
     return FirstTokenClassifier(
         BertConfig(
-            vocab_size=VOCABULARY, hidden_size=12, intermediate_size=20, num_hidden_layers=3, num_attention_heads=2,
+            vocab_size=VOCABULARY,
+            hidden_size=12,
+            intermediate_size=20,
+            num_hidden_layers=3,
+            num_attention_heads=2,
             max_position_embeddings=32,
-        )  # fmt: skip
+        )
     )
 
 
@@ -115,7 +131,11 @@ def make_setup(name: str, *, layers: Any = "last:2", budget: int = 10_000, rows:
     """A tiny model and a float64 editor whose every parameter is away from its special start."""
     settings = {"layers": layers, "rank": 5, "edit_lr": 0.05, "damping": 0.3, **editor}
     config = Config.model_validate(
-        {"editor": settings, "batch": {"token_budget": budget, "hypernet_rows": rows}, "training": {"locality_coef": 0.7}}
+        {
+            "editor": settings,
+            "batch": {"token_budget": budget, "hypernet_rows": rows},
+            "training": {"locality_coef": 0.7},
+        }
     )
     lm = tiny_lm(name)
     torch.manual_seed(2)
@@ -124,4 +144,3 @@ def make_setup(name: str, *, layers: Any = "last:2", budget: int = 10_000, rows:
         for parameter in net.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     return Setup(lm, net)
-

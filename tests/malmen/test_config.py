@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from malmen.config import Config, known_keys, load_config
+from malmen.errors import UsageError
+
+
+def test_defaults_are_the_papers() -> None:
+    config = Config()
+    assert (config.editor.rank, config.editor.blocks, config.editor.edit_lr) == (1920, 2, 1e-6)
+    assert (config.training.meta_lr, config.training.locality_coef, config.training.max_grad_norm) == (1e-5, 1.0, 1.0)
+    assert (config.editor.layers, config.editor.ffn, config.editor.tokens) == ("last:6", "second", "answer")
+
+
+def test_overrides_win_over_the_file_and_short_names_are_enough(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("editor: {rank: 8, edit_lr: 1e-3}\nseed: 3\n")
+    config = load_config(file, ["editor.rank=16", "aggregation=sum", "layers=[a.b, c.d]", "meta_lr=1e-4"])
+    assert (config.editor.rank, config.editor.edit_lr, config.seed) == (16, 1e-3, 3)
+    assert (config.editor.aggregation, config.editor.layers, config.training.meta_lr) == ("sum", ["a.b", "c.d"], 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("editor.rnak=3", r"unknown key 'editor.rnak'; did you mean editor.rank"),
+        ("rank=three", r"editor.rank: .*given 'three'"),
+        ("rank=-1", r"editor.rank: .*greater than 0"),
+        ("aggregation=mean", r"'least_squares' or 'sum'"),
+        ("rank", r"expected `key=value`"),
+        ("seed.x=1", r"not a section|valid integer"),
+    ],
+)
+def test_a_wrong_setting_says_what_was_given_and_what_exists(override: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        load_config(None, [override])
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "\x00"])
+def test_a_file_that_is_no_config_is_named(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=r"c\.yaml"):
+        load_config(file)
+    with pytest.raises(UsageError, match="No such file"):
+        load_config(tmp_path / "none.yaml")
+
+
+def test_every_shipped_config_is_valid_and_names_no_machine() -> None:
+    shipped = sorted((Path(__file__).parents[2] / "platform" / "configs").glob("*.yaml"))
+    assert {path.stem for path in shipped} == {
+        "bert-base",
+        "builtin",
+        "gpt-j",
+        "gpt2",
+        "llama-3-8b",
+        "smollm2-135m",
+        "t5-xl",
+    }
+    for path in shipped:
+        load_config(path)
+        assert path.read_text().startswith("# ")
+
+
+def test_a_config_survives_its_own_json() -> None:
+    config = load_config(None, ["layers=[a, b]", "scalar_lr=0.1"])
+    assert Config.model_validate_json(config.model_dump_json()) == config
+    assert "training.scalar_lr" in known_keys()

@@ -1,0 +1,174 @@
+"""The command line in this process: exit codes, messages, files."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from malmen.checkpoint import latest_checkpoint
+from malmen.data.world import world_records
+from malmen.platform.cli import main
+
+SMALL = ["rank=8", "layers=last:2", "training.steps=3", "num_edits=6", "eval_every=0"]
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def malmen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    def run(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["malmen", *map(str, args)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        captured = capsys.readouterr()
+        code = stop.value.code
+        return (code if isinstance(code, int) else 0 if code is None else 1), captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    sys.argv = ["malmen", "train", "builtin", *SMALL, "--out", str(folder), "--json"]
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 0
+    return folder
+
+
+@pytest.fixture
+def facts(tmp_path: Path) -> Path:
+    file = tmp_path / "facts.jsonl"
+    rows = [record.edit for record in world_records("validation")[:3]]
+    file.write_text("".join(json.dumps({"prompt": fact.prompt, "answer": fact.answer}) + "\n" for fact in rows))
+    return file
+
+
+def test_train_resumes_and_prints_json(malmen: Run, tmp_path: Path) -> None:
+    code, _, _ = malmen("train", "builtin", *SMALL, "--out", tmp_path / "run")
+    assert code == 0
+    code, out, _ = malmen("train", "builtin", *SMALL, "--out", tmp_path / "run", "--resume", "--json")
+    assert code == 0
+    assert json.loads(out)["steps"] == 3
+    code, _, err = malmen("train", "builtin", *SMALL, "--out", tmp_path / "run")
+    assert (code, "--resume" in err) == (1, True)
+
+
+def test_edit_reports_each_fact_and_generate_shows_before_and_after(
+    malmen: Run, trained: Path, facts: Path, tmp_path: Path
+) -> None:
+    code, out, _ = malmen("edit", "--editor", trained, "--facts", facts, "--out", tmp_path / "edit", "--json")
+    assert code == 0
+    report = json.loads(out)
+    assert [fact["role"] for fact in report["facts"]] == ["edit"] * 3
+    assert report["generalization_success"] is None
+    prompt = report["facts"][0]["prompt"]
+    code, out, _ = malmen("generate", prompt, "--edits", tmp_path / "edit", "--json", "--tokens", 8)
+    (answer,) = json.loads(out)
+    assert (code, answer["prompt"]) == (0, prompt)
+    assert answer["before"].startswith(report["facts"][0]["before"])
+    code, out, _ = malmen("edit", "--editor", trained, "--facts", facts, "--out", tmp_path / "edit")
+    assert code == 0
+    assert "the edits (ES)" in out
+
+
+def test_eval_takes_the_number_of_edits(malmen: Run, trained: Path) -> None:
+    code, out, _ = malmen("eval", "--editor", trained, "--edits", 10, "--json", "--no-generate")
+    assert (code, json.loads(out)["edits"]) == (0, 10)
+    code, _, err = malmen("eval", "--editor", trained, "--edits", 100_000)
+    assert (code, "only 768 different records" in err) == (1, True)
+
+
+def test_quickstart_leaves_a_result_a_picture_and_facts(malmen: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "quick"
+    code, out, _ = malmen("quickstart", *SMALL, "--out", folder)
+    assert code == 0
+    assert "What to try next" in out
+    result = json.loads((folder / "result.json").read_text())
+    wanted = {"edits", "edit_success", "generalization_success", "locality_success", "edit_success_before", "seconds"}
+    assert wanted <= set(result)
+    assert (folder / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert len((folder / "facts.jsonl").read_text().splitlines()) == 6
+    code, _, _ = malmen("quickstart", *SMALL, "--out", folder, "--json")
+    assert code == 0  # replaced
+
+
+def test_quickstart_does_not_delete_what_is_not_its_own(malmen: Run, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    code, _, err = malmen("quickstart", *SMALL, "--out", tmp_path)
+    assert (code, "no run of malmen" in err) == (1, True)
+    assert (tmp_path / "thesis.txt").exists()
+
+
+def test_data_check_names_line_field_and_remedy(malmen: Run, tmp_path: Path, facts: Path) -> None:
+    assert malmen("data", "check", facts)[0] == 0
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "Who?", "answer": ""}\n')
+    code, out, _ = malmen("data", "check", bad)
+    assert (code, "answer" in out, "1" in out) == (1, True, True)
+    code, out, _ = malmen("data", "check", bad, "--json")
+    assert (code, json.loads(out)["problems"][0]["line"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["train", "gpt3"], 2, "neither a file nor one of those shipped"),
+        (["train", "builtin", "editor.rnak=3"], 2, "did you mean editor.rank"),
+        (["train", "builtin", "layers=[transformer.h.1.mlp.cproj]"], 2, "transformer.h.1.mlp.c_proj"),
+        (["train", "builtin", "layers=last:9"], 2, "has 6 blocks"),
+        (["train", "builtin", "model.name=/nowhere/model.gguf"], 1, "does not exist"),
+        (["train", "builtin", "data.train=/nowhere.jsonl"], 1, "/nowhere.jsonl"),
+        (["edit", "--editor", "/nowhere", "--facts", "/nowhere.jsonl"], 1, "holds no trained editor"),
+        (["generate", "hello", "--edits", "/nowhere"], 1, "holds no edit"),
+        (["edit"], 2, "Missing option"),
+        (["fly"], 2, "No such command"),
+    ],
+)
+def test_wrong_use_gives_one_clear_message(
+    malmen: Run, tmp_path: Path, args: list[str], code: int, message: str
+) -> None:
+    extra = ["--out", str(tmp_path / "run")] if args[0] == "train" else []
+    found, _, err = malmen(*args, *extra)
+    assert found == code
+    assert message in err
+    assert "Traceback" not in err
+    assert not list(tmp_path.glob("run/checkpoint*"))
+
+
+def test_contradicting_facts_are_refused(malmen: Run, trained: Path, tmp_path: Path) -> None:
+    file = tmp_path / "facts.jsonl"
+    file.write_text('{"prompt": "Who?", "answer": "A"}\n{"prompt": "Who?", "answer": "B"}\n')
+    code, _, err = malmen("edit", "--editor", trained, "--facts", file, "--out", tmp_path / "edit")
+    assert (code, "contradict" in err) == (1, True)
+    assert not (tmp_path / "edit").exists()
+
+
+def test_a_truncated_checkpoint_is_one_message(malmen: Run, tmp_path: Path, facts: Path) -> None:
+    folder = tmp_path / "run"
+    assert malmen("train", "builtin", *SMALL, "--out", folder, "--json")[0] == 0
+    file = latest_checkpoint(folder) / "editor.safetensors"
+    file.write_bytes(file.read_bytes()[:500])
+    code, _, err = malmen("edit", "--editor", folder, "--facts", facts, "--out", tmp_path / "edit")
+    assert (code, "damaged" in err, "Traceback" in err) == (1, True, False)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, which this system lacks")
+def test_a_place_that_cannot_be_written_is_one_message(malmen: Run, trained: Path, facts: Path) -> None:
+    code, _, err = malmen("edit", "--editor", trained, "--facts", facts, "--out", "/dev/full/edit")
+    assert (code, "Traceback" in err) == (1, False)
+    assert "/dev/full" in err
+
+
+def test_help_names_every_command(malmen: Run) -> None:
+    code, out, _ = malmen("--help")
+    assert code == 0
+    for command in ("train", "edit", "eval", "generate", "quickstart", "data", "world", "configs"):
+        assert command in out
+        assert malmen(command, "--help")[0] == 0
+    assert malmen("configs")[0] == 0
