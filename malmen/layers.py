@@ -62,6 +62,14 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Conv1D)
 
 
+def layer_sizes(module: nn.Module) -> tuple[int, int]:
+    """Key and value size; not read from the weight, which may be sharded."""
+    if isinstance(module, Conv1D):
+        return module.nx, module.nf
+    assert isinstance(module, nn.Linear)
+    return module.in_features, module.out_features
+
+
 def find_layers(model: nn.Module, layers: str | Sequence[str] = "last:6", ffn: str = "second") -> list[LayerSpec]:
     """The layers that a rule (`last:6`, `first:2`, `all`) or a list of module names stands for.
 
@@ -122,12 +130,7 @@ def _explicit_layer(model: nn.Module, stacks: dict[str, str], name: str) -> Laye
 
 
 def _layer(model: nn.Module, stacks: dict[str, str], name: str) -> LayerSpec:
-    module = model.get_submodule(name)
-    if isinstance(module, Conv1D):
-        sizes = (module.nx, module.nf)
-    else:
-        assert isinstance(module, nn.Linear)
-        sizes = (module.in_features, module.out_features)
+    sizes = layer_sizes(model.get_submodule(name))
     for stack, stack_name in stacks.items():
         if name.startswith(f"{stack_name}."):
             return LayerSpec(name, *sizes, stack=stack, block=int(name[len(stack_name) + 1 :].split(".")[0]))

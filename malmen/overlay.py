@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
 
 from malmen.errors import EditError
-from malmen.layers import is_linear
+from malmen.layers import is_linear, layer_sizes
 from malmen.lm import LanguageModel
 
 Shifts = Mapping[str, Tensor]  # layer name -> S (value, key)
@@ -18,37 +20,65 @@ Shifts = Mapping[str, Tensor]  # layer name -> S (value, key)
 
 @contextmanager
 def edited(lm: LanguageModel, shifts: Shifts) -> Iterator[None]:
-    """Inside, each named layer computes Wu + Su (+ bias). No weight is read or written, sharded or not.
+    """Inside, each named layer computes (W + S)u + bias. No weight is written, sharded or not.
 
     Where a shift is a leaf that requires a gradient, its `.grad` is ∇_W̃ of what was run inside.
     """
-    handles = []
-    try:
+    with ExitStack() as stack:
         for name, shift in shifts.items():
-            handles.append(_linear(lm, name).register_forward_hook(_add(name, shift.to(lm.device))))
+            module = _linear(lm, name, shift)
+            stack.enter_context(_overlay(module)(module, shift.to(lm.device)))
+        yield
+
+
+def _overlay(module: nn.Module) -> Callable[[nn.Module, Tensor], Any]:
+    """W + S formed once is faster (one product instead of two), but needs the whole weight, and digits to spare."""
+    weight = module.get_parameter("weight")
+    whole = not hasattr(weight, "ds_id")  # DeepSpeed marks the parameters it shards
+    return merged if whole and weight.dtype in (torch.float32, torch.float64) else added
+
+
+@contextmanager
+def added(module: nn.Module, shift: Tensor) -> Iterator[None]:
+    """Wu + Su by a hook: for sharded weights, and for half precision, where W + S would swallow a small S."""
+
+    def hook(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return output + F.linear(args[0], shift.to(args[0].dtype))
+
+    handle = module.register_forward_hook(hook)
+    try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        handle.remove()
 
 
-def _linear(lm: LanguageModel, name: str) -> nn.Module:
+@contextmanager
+def merged(module: nn.Module, shift: Tensor) -> Iterator[None]:
+    """(W + S)u by a forward of our own, with W + S a new tensor."""
+    weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
+    changed = (weight.T if isinstance(module, Conv1D) else weight) + shift.to(weight.dtype)  # (value, key)
+    before = module.__dict__.get("forward")
+    module.__dict__["forward"] = lambda keys: F.linear(keys, changed, bias)
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = before
+
+
+def _linear(lm: LanguageModel, name: str, shift: Tensor) -> nn.Module:
     try:
         module = lm.model.get_submodule(name)
     except AttributeError:
         module = lm.model
     if not is_linear(module):
         raise EditError(f"the edit changes layer {name!r}, which is no linear layer of {type(lm.model).__name__}")
+    key_size, value_size = layer_sizes(module)
+    if tuple(shift.shape) != (value_size, key_size):
+        raise EditError(
+            f"layer {name!r} maps {key_size} to {value_size} numbers, but its shift is {tuple(shift.shape)}; "
+            f"expected {(value_size, key_size)}: is this another model's edit?"
+        )
     return module
-
-
-def _add(name: str, shift: Tensor) -> Any:
-    def hook(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        if (output.shape[-1], args[0].shape[-1]) != tuple(shift.shape):
-            raise EditError(
-                f"layer {name!r} maps {args[0].shape[-1]} to {output.shape[-1]} numbers, but its shift is "
-                f"{tuple(shift.shape)}; expected {(output.shape[-1], args[0].shape[-1])}: is this another model's edit?"
-            )
-        return output + F.linear(args[0], shift.to(args[0].dtype))
-
-    return hook

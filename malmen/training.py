@@ -92,9 +92,14 @@ def make_editor(lm: LanguageModel, config: Config) -> Editor:
 
 
 def evaluate_editor(
-    lm: LanguageModel, editor: Editor, records: list[EditRecord], config: Config, *,
-    edits: int | None = None, generate: bool = True,
-) -> Evaluation:  # fmt: skip
+    lm: LanguageModel,
+    editor: Editor,
+    records: list[EditRecord],
+    config: Config,
+    *,
+    edits: int | None = None,
+    generate: bool = True,
+) -> Evaluation:
     """Edit the first held-out records at once and measure."""
     number = edits or config.training.eval_edits or config.training.num_edits
     some = compatible_records(records, number)
@@ -102,6 +107,22 @@ def evaluate_editor(
         raise EditError(f"{number} edits were asked for, but there are only {len(some)} different records to edit")
     solved = editor.edit(lm, [record.edit for record in some])
     return evaluate(lm, some, solved.shifts, config, generate=generate, solved=solved)
+
+
+def evaluate_sets(
+    lm: LanguageModel,
+    editor: Editor,
+    records: list[EditRecord],
+    config: Config,
+    *,
+    sets: int,
+    edits: int,
+    generate: bool = True,
+) -> list[Evaluation]:
+    """Several disjoint sets of edits, each laid over the unedited model."""
+    chosen = compatible_records(records, sets * edits)
+    parts = [chosen[first * edits : (first + 1) * edits] for first in range(sets)]
+    return [evaluate_editor(lm, editor, part, config, edits=edits, generate=generate) for part in parts]
 
 
 def _check_folder(folder: Path, resume: bool) -> None:

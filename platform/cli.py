@@ -116,10 +116,9 @@ def edit(
 @app.command("eval")
 def evaluate_command(
     editor: EditorFolder,
-    records: Annotated[
-        Path | None, typer.Option(help="records to edit; default: the validation data of the run")
-    ] = None,
+    records: Annotated[Path | None, typer.Option(help="records to edit; default: the run's validation data")] = None,
     edits: Annotated[int | None, typer.Option(min=1, help="how many at once; default: as in training")] = None,
+    sets: Annotated[int, typer.Option(min=1, help="how many disjoint sets of edits to measure one by one")] = 1,
     model: ModelName = None,
     generate: Annotated[bool, typer.Option(help="also compare freely generated answers")] = True,
     as_json: AsJson = False,
@@ -127,18 +126,22 @@ def evaluate_command(
     """Edit held-out records at once and measure ES, GS, LS and what goes with them."""
     from malmen.data.readers import read_records
     from malmen.platform.output import out as console
-    from malmen.platform.output import print_json, scores_footer, scores_table
+    from malmen.platform.output import print_json, scores_footer, scores_table, spread_table
     from malmen.sampling import validation_records
-    from malmen.training import evaluate_editor
+    from malmen.training import evaluate_sets
 
     lm, trained, config = _load(editor, model)
     some = read_records(records, "auto") if records else validation_records(config)
-    evaluation = evaluate_editor(lm, trained, some, config, edits=edits, generate=generate)
+    number = edits or config.training.num_edits
+    found = evaluate_sets(lm, trained, some, config, sets=sets, edits=number, generate=generate)
     if as_json:
-        print_json({**evaluation.scores(), "shift_ratio": evaluation.shift_ratio})
-        return
-    console.print(scores_table(evaluation))
-    console.print(scores_footer(evaluation), highlight=False)
+        rows = [{**evaluation.scores(), "shift_ratio": evaluation.shift_ratio} for evaluation in found]
+        print_json(rows[0] if sets == 1 else {"sets": rows, "mean": mean_scores(rows)})
+    elif sets == 1:
+        console.print(scores_table(found[0]))
+        console.print(scores_footer(found[0]), highlight=False)
+    else:
+        console.print(spread_table([evaluation.scores() for evaluation in found]))
 
 
 @app.command("generate")
@@ -240,6 +243,12 @@ def world_build(
         print_json(manifest)
     else:
         console.print(f"{out}: knows {100 * float(str(manifest['accuracy'])):.2f} % of {manifest['facts']} facts")
+
+
+def mean_scores(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """The mean of every number that all rows have."""
+    names = [name for name in rows[0] if all(isinstance(row[name], int | float) for row in rows)]
+    return {name: sum(row[name] for row in rows) / len(rows) for name in names}
 
 
 def _load(folder: Path, model: str | None) -> tuple[Any, Any, Any]:

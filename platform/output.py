@@ -43,6 +43,18 @@ def scores_table(evaluation: Evaluation) -> Table:
     return table
 
 
+def spread_table(rows: list[dict[str, Any]]) -> Table:
+    """Several evaluations: mean, least and largest of every score."""
+    table = Table(title=f"{len(rows)} sets of {rows[0]['edits']} edits")
+    for heading in ("score", "mean", "least", "largest"):
+        table.add_column(heading, justify="left" if heading == "score" else "right")
+    for name in rows[0]:
+        values = [row[name] for row in rows if row[name] is not None]
+        if values and name != "edits":
+            table.add_row(name, *(f"{value:.3f}" for value in (sum(values) / len(values), min(values), max(values))))
+    return table
+
+
 def scores_footer(evaluation: Evaluation) -> str:
     """The numbers that have no before."""
     parts = [f"largest ‖S‖/‖W‖ {max(evaluation.shift_ratio.values()):.3f}"]

@@ -13,7 +13,7 @@ from malmen.data.tokens import make_batches
 from malmen.errors import EditError
 from malmen.layers import find_layers
 from malmen.lm import LanguageModel
-from malmen.overlay import edited
+from malmen.overlay import added, edited, merged
 
 pytestmark = pytest.mark.usefixtures("exact")
 
@@ -96,6 +96,31 @@ def test_the_gradient_of_a_leaf_is_the_gradient_of_the_edited_weight(kind: str) 
         assert_close(shifts[name].grad, expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("layer", ["transformer.h.1.mlp.c_proj", "transformer.h.1.attn.c_proj"])
+def test_adding_by_a_hook_and_merging_into_the_weight_agree_in_value_and_gradient(layer: str) -> None:
+    lm = tiny_lm("gpt2")
+    (batch,) = make_batches(random_facts(lm, 4), 10_000, 0)
+    found = []
+    for way in (added, merged):
+        shift = _shifts(lm, [layer])[layer].requires_grad_()
+        with way(lm.model.get_submodule(layer), shift):
+            log_probs = lm.log_probs(batch)
+        log_probs[:, 0].sum().backward()
+        found.append((log_probs.detach(), shift.grad))
+    assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)
+
+
+def test_half_precision_does_not_swallow_a_small_shift() -> None:
+    half = LanguageModel(tiny_lm("gpt2").model.to(torch.bfloat16), None, "decoder")
+    layer = "transformer.h.2.mlp.c_proj"
+    module = half.model.get_submodule(layer)
+    signs = torch.tensor([1.0, -1.0]).repeat(24)[:, None]
+    half.model.get_parameter(f"{layer}.weight").copy_(signs.expand(48, 12))  # 1 + 0.001 is 1 in bfloat16
+    with edited(half, {layer: torch.full((12, 48), 1e-3)}):
+        found = module(torch.ones(1, 48, dtype=torch.bfloat16))
+    assert_close(found.double(), torch.full((1, 12), 0.048, dtype=torch.float64), rtol=0.01, atol=0)
+
+
 def test_an_edit_of_another_model_is_refused() -> None:
     lm = tiny_lm("gpt2")
     with (
@@ -103,12 +128,11 @@ def test_an_edit_of_another_model_is_refused() -> None:
         edited(lm, {"model.layers.0.mlp.down_proj": torch.zeros(1, 1)}),
     ):
         pass
-    (batch,) = make_batches(random_facts(lm, 1), 10_000, 0)
     with (
-        pytest.raises(EditError, match=r"shift is \(3, 4\)"),
+        pytest.raises(EditError, match=r"shift is \(3, 4\); expected \(12, 48\)"),
         edited(lm, {"transformer.h.0.mlp.c_proj": torch.zeros(3, 4)}),
     ):
-        lm.logits(batch)
+        pass
 
 
 def _count_hooks(lm: LanguageModel) -> int:

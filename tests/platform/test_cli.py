@@ -80,6 +80,12 @@ def test_edit_reports_each_fact_and_generate_shows_before_and_after(
 def test_eval_takes_the_number_of_edits(malmen: Run, trained: Path) -> None:
     code, out, _ = malmen("eval", "--editor", trained, "--edits", 10, "--json", "--no-generate")
     assert (code, json.loads(out)["edits"]) == (0, 10)
+    code, out, _ = malmen("eval", "--editor", trained, "--edits", 10, "--sets", 3, "--json", "--no-generate")
+    found = json.loads(out)
+    assert (code, len(found["sets"])) == (0, 3)
+    assert found["mean"]["edit_success"] == pytest.approx(sum(row["edit_success"] for row in found["sets"]) / 3)
+    code, out, _ = malmen("eval", "--editor", trained, "--edits", 10, "--sets", 2, "--no-generate")
+    assert (code, "2 sets of 10 edits" in out) == (0, True)
     code, _, err = malmen("eval", "--editor", trained, "--edits", 100_000)
     assert (code, "only 768 different records" in err) == (1, True)
 
