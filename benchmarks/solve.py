@@ -36,7 +36,7 @@ def main() -> None:
         keys, diffs = torch.randn(tokens, args.key_size), torch.randn(tokens, args.value_size)
 
         def whole(solve: Callable[[], Solution], keys: torch.Tensor = keys) -> Callable[[], object]:
-            return lambda: solve().backward(shift_grad, keys)
+            return lambda: solve().pull_back(shift_grad, keys).rows(keys, slice(None))
 
         primal = seconds(whole(lambda k=keys, d=diffs: NormalEquation.of(k, d).solve(1.0)), args.repeats)
         dual = seconds(whole(lambda k=keys, d=diffs: DualSolution.of(k, d, 1.0)), args.repeats)

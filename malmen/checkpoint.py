@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ import malmen
 from malmen.config import Config, parse_config
 from malmen.editor import Editor
 from malmen.errors import EditError
+from malmen.files import whole_file, whole_folder
 from malmen.layers import LayerSpec
 from malmen.lm import LanguageModel
 
@@ -34,7 +32,7 @@ _PREFIX = "checkpoint-"
 def save_checkpoint(run: Path, editor: Editor, fingerprint: str, scores: dict[str, Any] | None = None) -> Path:
     """`run/checkpoint-STEP` with θ, normalisers, Adam and all that is needed to go on; keeps the newest two."""
     target = run / f"{_PREFIX}{editor.steps_done:07d}"
-    with _whole_folder(target) as folder:
+    with whole_folder(target, replaces="state.json") as folder:
         save_file(_contiguous(editor.state_dict()), folder / "editor.safetensors")
         save_file(_optimizer_tensors(editor), folder / "optimizer.safetensors")
         _write_json(folder / "config.json", editor.config.model_dump(mode="json"))
@@ -83,10 +81,13 @@ def load_editor(folder: Path, lm: LanguageModel | None = None, *, optimizer: boo
     editor = Editor([LayerSpec(**layer) for layer in state["layers"]], config)
     _load_into(editor, _load_tensors(folder / "editor.safetensors"), folder)
     editor.steps_done = state["step"]
+    editor.base_model = state["base_model"]
+    if lm is not None:
+        editor.to(lm.device)
     if optimizer:
         _restore_optimizer(editor, _load_tensors(folder / "optimizer.safetensors"))
         torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch_rng"]), dtype=torch.uint8))
-    return editor.to(lm.device) if lm is not None else editor
+    return editor
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def read_config(folder: Path) -> Config:
 
 def save_edit(folder: Path, shifts: dict[str, Tensor], manifest: dict[str, Any]) -> None:
     """The shifts of an edit with what they belong to."""
-    with _whole_folder(folder) as fresh:
+    with whole_folder(folder, replaces="edit.json") as fresh:
         save_file(_contiguous({name: shift.float() for name, shift in shifts.items()}), fresh / "shifts.safetensors")
         _write_json(fresh / "edit.json", {"format": FORMAT, **manifest})
 
@@ -115,6 +116,8 @@ def load_edit(folder: Path, lm: LanguageModel | None = None) -> tuple[dict[str, 
     if not (folder / "edit.json").exists():
         raise EditError(f"{folder} holds no edit: expected edit.json and shifts.safetensors as `malmen edit` writes")
     manifest = _read_json(folder / "edit.json")
+    if manifest.get("format") != FORMAT or "base_model" not in manifest:
+        raise EditError(f"{folder}/edit.json has format {manifest.get('format')!r}; this version reads format {FORMAT}")
     if lm is not None and lm.fingerprint() != manifest["base_model"]:
         raise EditError(
             f"the edit in {folder} belongs to base model {manifest['base_model']}; this one is {lm.fingerprint()}"
@@ -123,22 +126,6 @@ def load_edit(folder: Path, lm: LanguageModel | None = None) -> tuple[dict[str, 
 
 
 # --- pieces ------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _whole_folder(target: Path) -> Iterator[Path]:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".writing-") as scratch:
-        fresh = Path(scratch) / target.name
-        fresh.mkdir()
-        try:
-            yield fresh
-        except SafetensorError as error:
-            raise OSError(f"cannot write {target}: {error}") from error
-        if target.exists():
-            # Renamed away, not deleted: until the new one stands in its place nothing is lost.
-            target.rename(Path(scratch) / "old")
-        fresh.rename(target)
 
 
 def _checkpoints(run: Path) -> list[Path]:
@@ -181,7 +168,11 @@ def _optimizer_tensors(editor: Editor) -> dict[str, Tensor]:
 def _restore_optimizer(editor: Editor, tensors: dict[str, Tensor]) -> None:
     state = editor.optimizer().state
     for name, parameter in editor.named_parameters():
-        slots = {key.rsplit("/", 1)[1]: value for key, value in tensors.items() if key.rsplit("/", 1)[0] == name}
+        slots = {
+            key.rsplit("/", 1)[1]: value.to(parameter.device)
+            for key, value in tensors.items()
+            if key.rsplit("/", 1)[0] == name
+        }
         if slots:
             state[parameter] = slots
 
@@ -199,4 +190,4 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    whole_file(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")

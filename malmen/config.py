@@ -26,8 +26,8 @@ class ModelConfig(Section):
     revision: str | None = Field(default=None, description="a hub revision")
     kind: Literal["auto", "decoder", "encoder-decoder", "classifier"] = "auto"
     device: str = Field(default="auto", description="`auto`, `cpu`, `cuda`, `cuda:1`, …")
-    dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = Field(
-        default="auto", description="`auto` is bfloat16 on a GPU that has it, else float32"
+    dtype: Literal["auto", "float32", "float64", "bfloat16"] = Field(
+        default="auto", description="`auto` is bfloat16 on a GPU that has it, else float32; float16 would underflow"
     )
 
 

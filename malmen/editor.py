@@ -22,7 +22,7 @@ from malmen.errors import EditError
 from malmen.facts import encode_batches
 from malmen.hypernet import HyperNetwork
 from malmen.layers import LayerSpec
-from malmen.least_squares import NormalEquation, Solution, solve_least_squares
+from malmen.least_squares import NormalEquation, Pullback, Solution, solve_least_squares
 from malmen.lm import LanguageModel
 from malmen.trace import LayerTrace, Traces, trace
 
@@ -89,6 +89,7 @@ class Editor(nn.Module):
             }
         )
         self.steps_done = 0
+        self.base_model: str | None = None  # the fingerprint of the LM that θ was trained for, once known
         self.last_grad_norm = math.nan
         self._optimizer: torch.optim.Adam | None = None
 
@@ -103,6 +104,12 @@ class Editor(nn.Module):
         """Algorithm 1: the shifts that make all these facts hold at once."""
         if not facts:
             raise EditError("no facts to edit were given")
+        if self.base_model is not None and lm.fingerprint() != self.base_model:
+            raise EditError(
+                f"this editor was trained for base model {self.base_model} ({self.config.model.name}), this one is "
+                f"{lm.fingerprint()}: an editor works only on the weights it was trained for"
+            )
+        self.to(lm.device)
         batches = encode_batches(lm, facts, self.config)
         return self.solve(trace(lm, self.layers, batches, self.config.editor.tokens))
 
@@ -130,6 +137,7 @@ class Editor(nn.Module):
         kept = solved.kept if training else None
         if self.config.editor.aggregation == "sum":
             solved.shifts = self._sum_shifts(traces, kept)
+            _check_finite(solved.shifts)
             return solved
         solved.value_diffs = self._value_diffs(traces, kept)
         damping = self.damping()
@@ -140,6 +148,7 @@ class Editor(nn.Module):
             except EditError as error:
                 raise EditError(f"layer {layer.name}: {error}") from error
             solved.shifts[layer.name] = solved.solutions[layer.name].shift
+        _check_finite(solved.shifts)
         return solved
 
     def equations(self, traces: Traces) -> dict[str, NormalEquation]:
@@ -154,26 +163,27 @@ class Editor(nn.Module):
 
     def backward(self, solved: Solved, shift_grads: Mapping[str, Tensor]) -> None:
         """Stages (v)–(vii): add ∇_θ L_meta, given ∇_W̃ L_meta of each layer, to the gradients of θ."""
-        diffs_grads: dict[str, Tensor] = {}
+        pullbacks: dict[str, Pullback] = {}
         damping = self.damping()
         for name, solution in solved.solutions.items():
-            diffs_grads[name], damping_grad = solution.backward(shift_grads[name], solved.traces[name].keys)
+            pullbacks[name] = solution.pull_back(shift_grads[name], solved.traces[name].keys)
             if self.config.editor.regularisation:
-                self._add_log_damping_grad(name, damping_grad * damping[name])
+                self._add_log_damping_grad(name, pullbacks[name].damping_grad * damping[name])
         for shape in self.groups:
             batches = [solved.kept[shape]] if shape in solved.kept else self._run(shape, solved.traces, grad=True)
             for batch in batches:
-                self._proxy_loss(batch, diffs_grads, shift_grads).backward()  # type: ignore[no-untyped-call]
+                self._proxy_loss(batch, solved.traces, pullbacks, shift_grads).backward()  # type: ignore[no-untyped-call]
         solved.kept.clear()
 
     def step(self) -> None:
         """Clip the gradients, take one Adam step, clear them."""
         grads = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), self.config.training.max_grad_norm)
+        assert grads, "backward comes before step"
+        norm = torch.nn.utils.get_total_norm(grads)
         if not bool(torch.isfinite(norm)):
             broken = [name for name, value in self.named_parameters() if not _finite(value.grad)]
             raise EditError(f"step {self.steps_done}: the meta-gradient is not finite in {', '.join(broken[:4])}")
-        assert grads, "backward comes before step"
+        torch.nn.utils.clip_grads_with_norm_(self.parameters(), self.config.training.max_grad_norm, norm)
         self.last_grad_norm = float(norm)
         optimizer = self.optimizer()
         for group in optimizer.param_groups:
@@ -250,7 +260,11 @@ class Editor(nn.Module):
         return shifts
 
     def _proxy_loss(
-        self, batch: list[HypernetRows], diffs_grads: Mapping[str, Tensor], shift_grads: Mapping[str, Tensor]
+        self,
+        batch: list[HypernetRows],
+        traces: Traces,
+        pullbacks: Mapping[str, Pullback],
+        shift_grads: Mapping[str, Tensor],
     ) -> Tensor:
         """L̃: linear in the hyper-network's output, with the meta loss's gradient."""
         losses = []
@@ -259,7 +273,8 @@ class Editor(nn.Module):
                 effect = part.pseudo_keys @ shift_grads[part.layer].to(part.pseudo_keys).T
                 losses.append((effect * part.scaled_grads).sum())
             else:  # Σ_j ⟨∇_{d_j} L, d_j⟩
-                losses.append((diffs_grads[part.layer][part.rows].to(part.keys) * part.value_diffs()).sum())
+                diffs_grad = pullbacks[part.layer].rows(traces[part.layer].keys, part.rows)
+                losses.append((diffs_grad.to(part.keys) * part.value_diffs()).sum())
         return torch.stack(losses).sum()
 
     def _add_log_damping_grad(self, name: str, grad: Tensor) -> None:
@@ -305,6 +320,12 @@ def _cut(counts: Sequence[int], rows_at_once: int) -> list[list[tuple[int, slice
             room -= stop - start
             start = stop
     return batches
+
+
+def _check_finite(shifts: Mapping[str, Tensor]) -> None:
+    broken = [name for name, shift in shifts.items() if not bool(torch.isfinite(shift).all())]
+    if broken:
+        raise EditError(f"the shift of {', '.join(broken)} is not finite: look at the value gradients and the editor")
 
 
 def _finite(grad: Tensor | None) -> bool:

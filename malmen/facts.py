@@ -16,7 +16,7 @@ def fact_encoder(lm: LanguageModel, data: DataConfig) -> FactEncoder:
         lm.tokenizer,
         lm.kind,
         prompt_format=data.prompt_format,
-        max_length=data.max_length,
+        max_length=min(data.max_length, lm.max_positions or data.max_length),
         overlong=data.overlong,
         append_eos=data.append_eos,
         decoder_start=lm.decoder_start,

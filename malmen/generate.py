@@ -22,7 +22,7 @@ def generate_ids(
     """The greedy continuation of each prompt, in tokens; prompts of one length run together, so none is padded."""
     if lm.kind == "classifier":
         raise EditError("a classifier does not generate text; use `malmen eval` to see its answers")
-    encoded = [encoder.prompt_ids(prompt) for prompt in prompts]
+    encoded = [encoder.generation_ids(prompt, max_new_tokens) for prompt in prompts]
     by_length: dict[int, list[int]] = {}
     for index, ids in enumerate(encoded):
         by_length.setdefault(len(ids), []).append(index)

@@ -130,6 +130,8 @@ def _explicit_layer(model: nn.Module, stacks: dict[str, str], name: str) -> Laye
 
 
 def _layer(model: nn.Module, stacks: dict[str, str], name: str) -> LayerSpec:
+    if re.search(r"EncDecAttention\.[kv]$", name):
+        raise UsageError(f"layer {name!r} stands in the decoder but reads the encoder's tokens: it cannot be edited")
     sizes = layer_sizes(model.get_submodule(name))
     for stack, stack_name in stacks.items():
         if name.startswith(f"{stack_name}."):

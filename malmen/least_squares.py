@@ -51,21 +51,32 @@ class NormalEquation:
 
 
 @dataclass(frozen=True)
+class Pullback:
+    """How a gradient of S* reaches the tokens; rows are formed when asked for, because there may be many."""
+
+    damping_grad: Tensor  # dL/dλ
+    pullback: Tensor | None = None  # M (value, key), from the primal form
+    diffs_grad: Tensor | None = None  # ∇_D L (tokens, value), from the dual form
+
+    def rows(self, keys: Tensor, rows: slice) -> Tensor:
+        """∇_D L = MU of these tokens (rows, value)."""
+        if self.diffs_grad is not None:
+            return self.diffs_grad[rows]
+        assert self.pullback is not None
+        return keys[rows].double() @ self.pullback.T
+
+
+@dataclass(frozen=True)
 class PrimalSolution:
     """S* and the factor of UUᵀ + λI."""
 
     shift: Tensor  # S* (value, key)
     factor: Tensor  # lower Cholesky factor (key, key)
 
-    def pull_back(self, shift_grad: Tensor) -> Tensor:
-        """M = ∇_S L (UUᵀ + λI)⁻¹   (value, key)."""
-        return torch.cholesky_solve(shift_grad.double().T, self.factor).T
-
-    def backward(self, shift_grad: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """∇_D L = MU as rows (tokens, value), and dL/dλ = −tr(M S*ᵀ)."""
-        pullback = self.pull_back(shift_grad)
-        diffs_grad = torch.cat([rows.double() @ pullback.T for rows in keys.split(_ROWS_AT_ONCE)])
-        return diffs_grad, -(pullback * self.shift).sum()
+    def pull_back(self, shift_grad: Tensor, _keys: Tensor) -> Pullback:
+        """M = ∇_S L (UUᵀ + λI)⁻¹ and dL/dλ = −tr(M S*ᵀ)."""
+        pullback = torch.cholesky_solve(shift_grad.double().T, self.factor).T
+        return Pullback(-(pullback * self.shift).sum(), pullback=pullback)
 
 
 @dataclass(frozen=True)
@@ -84,10 +95,10 @@ class DualSolution:
         weights = torch.cholesky_solve(value_diffs.double(), factor)
         return cls(weights.T @ rows, factor, weights)
 
-    def backward(self, shift_grad: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """∇_D L = MU as rows (tokens, value), and dL/dλ; M is never formed (push-through identity)."""
+    def pull_back(self, shift_grad: Tensor, keys: Tensor) -> Pullback:
+        """∇_D L and dL/dλ; M is never formed (push-through identity)."""
         diffs_grad = torch.cholesky_solve(keys.double() @ shift_grad.double().T, self.factor)
-        return diffs_grad, -(diffs_grad * self.weights).sum()
+        return Pullback(-(diffs_grad * self.weights).sum(), diffs_grad=diffs_grad)
 
 
 Solution = PrimalSolution | DualSolution

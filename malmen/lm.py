@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -25,7 +27,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from malmen.config import ModelConfig
 from malmen.data.tokens import Kind, TokenBatch
 from malmen.data.world_model import WORLD_MODEL, check_world_model
-from malmen.errors import EditError
+from malmen.errors import EditError, UsageError
 from malmen.layers import LayerSpec, find_stacks
 
 
@@ -72,6 +74,12 @@ class LanguageModel:
         return 0 if pad is None else int(pad)
 
     @property
+    def max_positions(self) -> int | None:
+        """How many tokens it can read, where its position embeddings set a limit."""
+        config = cast(Any, self.model).config
+        return None if self.kind == "encoder-decoder" else getattr(config, "max_position_embeddings", None)
+
+    @property
     def decoder_start(self) -> int:
         """The token an encoder-decoder's answers start from."""
         start = getattr(cast(Any, self.model).config, "decoder_start_token_id", None)
@@ -105,7 +113,7 @@ class LanguageModel:
         """A hash of architecture and weights (a sample of each tensor, rounded to bf16 so that dtypes agree)."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.model.state_dict().items()):
-            step = max(1, tensor.numel() // 1024)
+            step = max(1, tensor.numel() // 1024) | 1  # odd, so that it walks through all columns
             sample = tensor.flatten()[::step].float().to(torch.bfloat16).float().cpu().contiguous()
             digest.update(f"{name}{tuple(tensor.shape)}".encode())
             digest.update(sample.numpy().tobytes())
@@ -203,13 +211,19 @@ def load_lm(config: ModelConfig | str) -> LanguageModel:
             "encoder-decoder": AutoModelForSeq2SeqLM,
             "classifier": FirstTokenClassifier,
         }[kind]
-        model = loader.from_pretrained(name, dtype=dtype, **options)
+        model, loading = loader.from_pretrained(name, dtype=dtype, output_loading_info=True, **options)
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError, struct.error) as error:
         raise EditError(
             f"cannot load the model {config.name!r}: {_first_line(error)} "
             "(expected `builtin`, a folder with config.json and safetensors, a .gguf file, or a hub name)"
         ) from error
+    if loading["missing_keys"]:
+        missing = ", ".join(sorted(loading["missing_keys"])[:4])
+        raise EditError(
+            f"the model {config.name!r} has no weights for {missing}: they would be random; "
+            "a classifier needs its fine-tuned head, see docs/models.md"
+        )
     return LanguageModel(model.to(device), tokenizer, kind)
 
 
@@ -238,10 +252,13 @@ def _device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise EditError(f"model.device is {name!r}, but torch sees no GPU here; use `cpu` or `auto`")
-    return torch.device(name)
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"unknown model.device {name!r}: expected `auto`, `cpu`, `cuda` or `cuda:N`") from error
 
 
-def _dtype(name: Literal["auto", "float32", "float64", "bfloat16", "float16"], device: torch.device) -> torch.dtype:
+def _dtype(name: Literal["auto", "float32", "float64", "bfloat16"], device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
     return cast(torch.dtype, getattr(torch, name))

@@ -66,7 +66,8 @@ def meta_step(lm: LanguageModel, editor: Editor, batch: MetaBatch) -> StepReport
         editor.observe(traces)
         solved = editor.solve(traces, training=True)
     with watch("meta_loss"):  # (iv)
-        leaves = {name: shift.to(lm.dtype).requires_grad_() for name, shift in solved.shifts.items()}
+        dtype = torch.promote_types(lm.dtype, torch.float32)  # gradients are summed over micro-batches in it
+        leaves = {name: shift.to(dtype, copy=True).requires_grad_() for name, shift in solved.shifts.items()}
         equivalents = make_batches(batch.equivalents, budget, lm.pad_id)
         unrelated = make_batches(batch.unrelated, budget, lm.pad_id)
         generalization = generalization_backward(lm, leaves, equivalents, 1 / max(1, len(batch.equivalents)))

@@ -35,15 +35,18 @@ def _overlay(module: nn.Module) -> Callable[[nn.Module, Tensor], Any]:
     """W + S formed once is faster (one product instead of two), but needs the whole weight, and digits to spare."""
     weight = module.get_parameter("weight")
     whole = not hasattr(weight, "ds_id")  # DeepSpeed marks the parameters it shards
-    return merged if whole and weight.dtype in (torch.float32, torch.float64) else added
+    plain = "forward" not in module.__dict__  # not inside another edit, which a hook adds to
+    return merged if whole and plain and weight.dtype in (torch.float32, torch.float64) else added
 
 
 @contextmanager
 def added(module: nn.Module, shift: Tensor) -> Iterator[None]:
     """Wu + Su by a hook: for sharded weights, and for half precision, where W + S would swallow a small S."""
 
+    shift = shift.to(module.get_parameter("weight").dtype)
+
     def hook(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return output + F.linear(args[0], shift.to(args[0].dtype))
+        return output + F.linear(args[0], shift)
 
     handle = module.register_forward_hook(hook)
     try:
@@ -57,15 +60,11 @@ def merged(module: nn.Module, shift: Tensor) -> Iterator[None]:
     """(W + S)u by a forward of our own, with W + S a new tensor."""
     weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
     changed = (weight.T if isinstance(module, Conv1D) else weight) + shift.to(weight.dtype)  # (value, key)
-    before = module.__dict__.get("forward")
     module.__dict__["forward"] = lambda keys: F.linear(keys, changed, bias)
     try:
         yield
     finally:
-        if before is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = before
+        del module.__dict__["forward"]
 
 
 def _linear(lm: LanguageModel, name: str, shift: Tensor) -> nn.Module:

@@ -67,6 +67,14 @@ class Sampler:
                 f"{len(self.records(0))} records"
             )
 
+    def check_lengths(self) -> None:
+        """Fail before the first step, not at the one that draws a fact that is too long."""
+        for record in self.records(0):
+            for fact in (record.edit, *record.equivalents, *record.unrelated):
+                # No tokenizer here makes more tokens than bytes, so short texts need no look.
+                if len(f"{fact.prompt} {fact.answer}".encode()) >= self.encoder.max_length:
+                    self._encode(fact)
+
     def batch(self, step: int) -> MetaBatch:
         """The tuples of this step."""
         training = self.config.training

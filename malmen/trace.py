@@ -55,7 +55,8 @@ def _trace_batch(lm: LanguageModel, layers: Sequence[LayerSpec], batch: TokenBat
     try:
         for layer in layers:
             handles.append(lm.model.get_submodule(layer.name).register_forward_hook(probe(layer.name)))
-        edit_loss = nll(lm.log_probs(batch), batch.targets)
+        with torch.enable_grad():
+            edit_loss = nll(lm.log_probs(batch), batch.targets)
     finally:
         for handle in handles:
             handle.remove()

@@ -18,6 +18,7 @@ from malmen.editor import Editor
 from malmen.errors import EditError
 from malmen.evaluate import Evaluation, evaluate
 from malmen.facts import fact_encoder
+from malmen.files import whole_file
 from malmen.layers import find_layers
 from malmen.lm import LanguageModel, load_lm
 from malmen.meta import StepReport, meta_step
@@ -61,8 +62,11 @@ def train(
     editor = _resumed(folder, lm, config) if resume and _has_checkpoint(folder) else make_editor(lm, config)
     sampler = Sampler(config, fact_encoder(lm, config.data), training_records(config))
     records = validation_records(config)
+    _check_enough(records, config.training.eval_edits or config.training.num_edits)
+    sampler.check_lengths()
     run = TrainingRun(folder, lm, editor, _kept_history(folder, editor.steps_done))
     folder.mkdir(parents=True, exist_ok=True)
+    scores: dict[str, Any] = {}
     while editor.steps_done < config.training.steps:
         report = meta_step(lm, editor, sampler.batch(editor.steps_done))
         step = editor.steps_done
@@ -71,14 +75,15 @@ def train(
             on_step(step, report)
         every = config.training.eval_every
         if every and step % every == 0 and step < config.training.steps:
-            row["scores"] = evaluate_editor(lm, editor, records, config, generate=False).scores()
+            scores = evaluate_editor(lm, editor, records, config, generate=False).scores()
+            row.update(scores=scores, damping=editor.damping(), edit_lr=editor.edit_lr())
             if on_evaluation:
-                on_evaluation(step, row["scores"])
+                on_evaluation(step, scores)
         run.history.append(row)
         _append(folder / "history.jsonl", row, first=len(run.history) == 1)
         if step % config.training.checkpoint_every == 0 and step < config.training.steps:
-            save_checkpoint(folder, editor, fingerprint)
-    save_checkpoint(folder, editor, fingerprint)
+            save_checkpoint(folder, editor, fingerprint, scores)
+    save_checkpoint(folder, editor, fingerprint, scores)
     run.seconds = time.perf_counter() - start
     return run
 
@@ -101,10 +106,7 @@ def evaluate_editor(
     generate: bool = True,
 ) -> Evaluation:
     """Edit the first held-out records at once and measure."""
-    number = edits or config.training.eval_edits or config.training.num_edits
-    some = compatible_records(records, number)
-    if len(some) < number:
-        raise EditError(f"{number} edits were asked for, but there are only {len(some)} different records to edit")
+    some = _check_enough(records, edits or config.training.eval_edits or config.training.num_edits)
     solved = editor.edit(lm, [record.edit for record in some])
     return evaluate(lm, some, solved.shifts, config, generate=generate, solved=solved)
 
@@ -123,6 +125,15 @@ def evaluate_sets(
     chosen = compatible_records(records, sets * edits)
     parts = [chosen[first * edits : (first + 1) * edits] for first in range(sets)]
     return [evaluate_editor(lm, editor, part, config, edits=edits, generate=generate) for part in parts]
+
+
+def _check_enough(records: list[EditRecord], number: int) -> list[EditRecord]:
+    some = compatible_records(records, number)
+    if len(some) < number:
+        raise EditError(
+            f"{number} held-out edits were asked for, but there are only {len(some)} different records to edit"
+        )
+    return some
 
 
 def _check_folder(folder: Path, resume: bool) -> None:
@@ -171,9 +182,7 @@ def _kept_history(folder: Path, steps_done: int) -> list[dict[str, Any]]:
         except ValueError:  # the last line of a killed run may be cut off
             break
     rows = [row for row in rows if row["step"] <= steps_done]
-    fresh = path.with_suffix(".tmp")
-    fresh.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    fresh.replace(path)
+    whole_file(path, "".join(json.dumps(row) + "\n" for row in rows))
     return rows
 
 

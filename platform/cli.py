@@ -86,12 +86,14 @@ def edit(
     from malmen.checkpoint import read_state, save_edit
     from malmen.data.readers import read_records
     from malmen.evaluate import evaluate
+    from malmen.files import check_replaceable
     from malmen.platform.output import err, facts_table, print_json, scores_footer, scores_table
     from malmen.platform.output import out as console
 
-    lm, trained, config = _load(editor, model)
+    check_replaceable(out, "edit.json")
     records = read_records(facts, "auto")
     _refuse_contradictions(records)
+    lm, trained, config = _load(editor, model)
     solved = trained.edit(lm, [record.edit for record in records])
     evaluation = evaluate(lm, records, solved.shifts, config, generate=generate, solved=solved)
     manifest: dict[str, Any] = {
@@ -154,6 +156,7 @@ def generate_command(
 ) -> None:
     """Ask the model before and after an edit, side by side."""
     from rich.table import Table
+    from rich.text import Text
 
     from malmen.checkpoint import load_edit
     from malmen.config import DataConfig, ModelConfig
@@ -177,7 +180,7 @@ def generate_command(
         return
     table = Table("prompt", "before", "after")
     for row in zip(prompts, before, after, strict=True):
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     console.print(table)
 
 
@@ -227,7 +230,7 @@ def data_check(
 def world_build(
     out: Annotated[Path, typer.Option(help="where the model folder goes")] = Path("runs/world_model"),
     seed: Annotated[int, typer.Option(help="of weights and data order")] = 2024,
-    epochs: Annotated[int, typer.Option(min=1)] = 25,
+    epochs: Annotated[int, typer.Option(min=1)] = 15,
     as_json: AsJson = False,
 ) -> None:
     """Train the small language model of the built-in world again."""
@@ -243,6 +246,8 @@ def world_build(
         print_json(manifest)
     else:
         console.print(f"{out}: knows {100 * float(str(manifest['accuracy'])):.2f} % of {manifest['facts']} facts")
+    if float(str(manifest["accuracy"])) < 0.99:
+        raise EditError(f"the model in {out} knows less than 99 % of its facts; train it for more epochs")
 
 
 def mean_scores(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -296,8 +301,6 @@ def main() -> None:
     """Exit codes: 0 done, 1 failed, 2 wrong usage."""
     try:
         app()  # wrong usage exits with 2 by itself
-    except KeyboardInterrupt:
-        sys.exit("malmen: interrupted; `--resume` goes on from the newest checkpoint")
     except EditError as error:
         print(f"malmen: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from malmen.evaluate import Evaluation, FactReport
 from malmen.meta import StepReport
@@ -73,10 +74,11 @@ def facts_table(facts: list[FactReport], title: str) -> Table:
     for heading in ("kind", "prompt", "wanted", "before", "after", ""):
         table.add_column(heading, overflow="fold")
     for fact in facts:
-        verdict = "[green]✓[/]" if fact.right_after else "[red]✗[/]"
+        verdict = Text("✓", "green") if fact.right_after else Text("✗", "red")
         before = fact.before if fact.before is not None else ("right" if fact.right_before else "wrong")
         after = fact.after if fact.after is not None else ("right" if fact.right_after else "wrong")
-        table.add_row(fact.role, fact.prompt, fact.answer, before, after, verdict)
+        # Text, not str: prompts and answers may look like markup.
+        table.add_row(*map(Text, (fact.role, fact.prompt, fact.answer, before, after)), verdict)
     return table
 
 

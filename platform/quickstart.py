@@ -10,8 +10,8 @@ from typing import Any
 
 from malmen.config import load_config
 from malmen.data.world import NUM_HELD_OUT, NUM_SUBJECTS, RELATIONS
-from malmen.errors import EditError
 from malmen.evaluate import Evaluation, FactReport
+from malmen.files import check_replaceable, whole_file
 from malmen.platform.output import (
     err,
     facts_table,
@@ -24,6 +24,8 @@ from malmen.platform.output import (
 from malmen.platform.plots import plot_training
 from malmen.sampling import validation_records
 from malmen.training import evaluate_editor, train
+
+_MARK = ".quickstart"  # says that a folder is ours to replace
 
 
 def run_quickstart(config_path: Path, overrides: list[str], folder: Path, *, as_json: bool) -> None:
@@ -41,7 +43,7 @@ def run_quickstart(config_path: Path, overrides: list[str], folder: Path, *, as_
     evaluation = evaluate_editor(run.lm, run.editor, validation_records(config), config)
     plot_training(run.history, folder / "training.png")
     result = _result(evaluation, run.editor.steps_done, time.perf_counter() - start, config.model_dump(mode="json"))
-    _write(folder / "result.json", result)
+    whole_file(folder / "result.json", json.dumps(result, indent=1) + "\n")
     _write_example_facts(folder / "facts.jsonl", evaluation)
     if as_json:
         print_json(result)
@@ -51,21 +53,15 @@ def run_quickstart(config_path: Path, overrides: list[str], folder: Path, *, as_
 
 def _clear(folder: Path) -> None:
     """Only what an earlier quickstart left is removed."""
-    if not folder.exists() or not any(folder.iterdir()):
-        return
-    if not (folder / "history.jsonl").exists():
-        raise EditError(f"{folder} exists and is no run of malmen; choose another --out")
-    shutil.rmtree(folder)
+    check_replaceable(folder, _MARK)
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    (folder / _MARK).touch()
 
 
 def _result(evaluation: Evaluation, steps: int, seconds: float, config: dict[str, Any]) -> dict[str, Any]:
     return {**evaluation.scores(), "steps": steps, "seconds": round(seconds, 1), "config": config}
-
-
-def _write(path: Path, value: dict[str, Any]) -> None:
-    fresh = path.with_suffix(".tmp")
-    fresh.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    fresh.replace(path)
 
 
 def _write_example_facts(path: Path, evaluation: Evaluation) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from malmen.data.formats import FORMATS, ParsedFile, parse_file, parse_rows
 from malmen.data.records import EditRecord, Fact
@@ -20,7 +20,9 @@ _SHOWN_ERRORS = 5
 
 def read_records(path: str | Path, format: str = "auto") -> list[EditRecord]:
     """The edit records of a file; rows that cannot become records are an EditError with their lines."""
-    return [_as_record(row) for row in read_dataset(path, format).to_list()]
+    parsed = parse_file(path, format)
+    _refuse_errors(parsed, str(path))
+    return [row.record for row in parsed.rows if row.record is not None]
 
 
 def read_dataset(path: str | Path, format: str = "auto") -> Dataset:
@@ -66,11 +68,6 @@ def _as_row(record: EditRecord) -> dict[str, object]:
         "unrelated": [_as_pair(fact) for fact in record.unrelated],
         "id": record.id,
     }
-
-
-def _as_record(row: dict[str, Any]) -> EditRecord:
-    equivalents, unrelated = (tuple(Fact(**pair) for pair in row[name]) for name in ("equivalents", "unrelated"))
-    return EditRecord(Fact(row["prompt"], row["answer"]), equivalents, unrelated, row["id"])
 
 
 def _as_pair(fact: Fact) -> dict[str, str]:

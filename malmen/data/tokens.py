@@ -99,6 +99,22 @@ class FactEncoder:
         longest = max(len(encoded.input_ids), len(encoded.encoder_ids or ()))
         return encoded if longest <= self.max_length else self._shorten(fact, encoded)
 
+    def generation_ids(self, prompt: str, max_new_tokens: int) -> list[int]:
+        """The prompt to generate from, within the length that leaves room for the answer."""
+        if not prompt.strip():
+            raise EditError("cannot answer an empty prompt")
+        ids = self.prompt_ids(prompt)
+        room = self.max_length - (max_new_tokens if self.kind == "decoder" else 0)
+        if len(ids) <= room:
+            return ids
+        if self.overlong == "error" or room < 2:
+            raise EditError(
+                f"the prompt {prompt[:60]!r} … has {len(ids)} tokens; with {max_new_tokens} new ones that is more than "
+                f"the {self.max_length} that fit; shorten it, or set data.overlong to `truncate`"
+            )
+        self._count_truncation(prompt, room)
+        return self._drop_start(ids, len(ids) - room) if self.kind == "decoder" else [*ids[: room - 1], ids[-1]]
+
     def prompt_ids(self, prompt: str) -> list[int]:
         """The prompt alone, as the model reads it before it answers."""
         text, special = self._prompt_text(prompt)
@@ -158,25 +174,40 @@ class FactEncoder:
         keep = self.max_length
         if encoded.first + len(encoded.targets) > keep and len(encoded.targets) >= keep:
             raise EditError(f"the answer of {fact.prompt[:60]!r} … alone is longer than max_length {keep}")
-        self.truncated += 1
-        log.warning("truncated to %d tokens: %r (%d so far)", keep, fact.prompt[:60], self.truncated)
-        if self.kind == "decoder":  # drop the start of the prompt: the answer follows its end
+        self._count_truncation(fact.prompt, keep)
+        if self.kind == "decoder":
             cut = len(encoded.input_ids) - keep
-            return EncodedFact(encoded.input_ids[cut:], encoded.first - cut, encoded.targets)
+            return EncodedFact(self._drop_start(encoded.input_ids, cut), encoded.first - cut, encoded.targets)
         if encoded.encoder_ids is not None:
-            return EncodedFact(encoded.input_ids, encoded.first, encoded.targets, encoded.encoder_ids[:keep])
-        return EncodedFact(encoded.input_ids[:keep], encoded.first, encoded.targets)
+            ids = encoded.encoder_ids  # the end mark stays
+            return EncodedFact(encoded.input_ids, encoded.first, encoded.targets, [*ids[: keep - 1], ids[-1]])
+        ids = encoded.input_ids
+        return EncodedFact([*ids[: keep - 1], ids[-1]], encoded.first, encoded.targets)
+
+    def _drop_start(self, ids: list[int], cut: int) -> list[int]:
+        """A decoder's prompt loses its start, because the answer follows its end; a BOS stays."""
+        if ids[0] == self.tokenizer.bos_token_id and len(ids) > cut + 1:
+            return [ids[0], *ids[cut + 1 :]]
+        return ids[cut:]
+
+    def _count_truncation(self, prompt: str, keep: int) -> None:
+        self.truncated += 1
+        log.warning("truncated to %d tokens: %r (%d so far)", keep, prompt[:60], self.truncated)
 
 
 def make_batches(facts: Sequence[EncodedFact], token_budget: int, pad_id: int) -> list[TokenBatch]:
     """Micro-batches of similar lengths whose padded size stays within the budget (one fact always fits)."""
-    order = sorted(range(len(facts)), key=lambda index: facts[index].length)
+    sizes = [(len(fact.encoder_ids or ()), len(fact.input_ids)) for fact in facts]
     groups: list[list[int]] = []
-    for index in order:  # lengths only grow, so the newest fact sets the padded length of its group
-        if groups and (len(groups[-1]) + 1) * facts[index].length <= token_budget:
+    widest = (0, 0)
+    for index in sorted(range(len(facts)), key=lambda index: sizes[index]):
+        wider = (max(widest[0], sizes[index][0]), max(widest[1], sizes[index][1]))
+        if groups and (len(groups[-1]) + 1) * sum(wider) <= token_budget:
             groups[-1].append(index)
+            widest = wider
         else:
             groups.append([index])
+            widest = sizes[index]
     return [_pad(facts, group, pad_id) for group in groups]
 
 

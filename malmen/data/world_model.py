@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +16,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from malmen.data.records import Fact
 from malmen.data.world import WORLD_SEED, make_world
 from malmen.errors import EditError
+from malmen.files import check_replaceable, whole_folder
 
 WORLD_MODEL = Path(__file__).parent / "world_lm"
 END = "<|end|>"
+LABEL_SMOOTHING = 0.1  # a model that is never in doubt can only be edited with a crowbar
 PROMPT_WEIGHT = 0.1  # the facts are what matters; the prompts only make it a language model
 
 
@@ -28,12 +28,14 @@ def check_world_model(folder: Path = WORLD_MODEL) -> dict[str, object]:
     """The manifest of the built-in LM, after checking that it was trained on this very world."""
     path = folder / "world.json"
     if not path.exists():
-        raise EditError(f"the built-in model is missing: {path} does not exist; `malmen world build` makes it")
+        raise EditError(
+            f"the built-in model is missing: {path} does not exist; `malmen world build --out {folder}` makes it"
+        )
     manifest = json.loads(path.read_text())
     if manifest["world"] != make_world().fingerprint():
         raise EditError(
             f"the built-in model in {folder} knows world {manifest['world']}, this version has world "
-            f"{make_world().fingerprint()}; `malmen world build` trains it again"
+            f"{make_world().fingerprint()}; `malmen world build --out {folder}` trains it again"
         )
     return manifest
 
@@ -42,11 +44,12 @@ def build_world_model(
     folder: Path,
     *,
     seed: int = WORLD_SEED,
-    max_epochs: int = 25,
+    max_epochs: int = 15,
     width: int = 160,
     on_epoch: Callable[[int, float, float], None] | None = None,
 ) -> dict[str, object]:
-    """Train until every fact is answered exactly, then write the model folder in one rename."""
+    """Train, measure how many facts are answered exactly, and write the model folder in one rename."""
+    check_replaceable(folder, "world.json")
     start = time.perf_counter()
     torch.manual_seed(seed)
     world = make_world()
@@ -54,7 +57,7 @@ def build_world_model(
     tokenizer = _train_tokenizer(facts)
     model = GPT2LMHeadModel(_config(tokenizer, width))
     sequences, answer_starts = _tokenise(tokenizer, facts)
-    accuracy = _fit(model, sequences, answer_starts, max_epochs, on_epoch)
+    _fit(model, sequences, answer_starts, max_epochs, on_epoch)
     # What is shipped is rounded to half precision, so that is what is measured.
     model.half().float()
     accuracy = _exact_accuracy(model, sequences, answer_starts)
@@ -66,7 +69,10 @@ def build_world_model(
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "seconds": round(time.perf_counter() - start),
     }
-    _save(folder, model, tokenizer, manifest)
+    with whole_folder(folder, replaces="world.json") as fresh:
+        model.half().save_pretrained(fresh)
+        tokenizer.save_pretrained(fresh)
+        (fresh / "world.json").write_text(json.dumps(manifest, indent=1) + "\n")
     return manifest
 
 
@@ -112,7 +118,7 @@ def _fit(
     answer_starts: list[int],
     max_epochs: int,
     on_epoch: Callable[[int, float, float], None] | None,
-) -> float:
+) -> None:
     batch_size = 128
     steps = max_epochs * -(-len(sequences) // batch_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
@@ -135,7 +141,6 @@ def _fit(
             accuracy = _exact_accuracy(model, sequences, answer_starts)
         if on_epoch:
             on_epoch(epoch, total / len(order), accuracy)
-    return accuracy
 
 
 def _pad(sequences: list[list[int]]) -> Tensor:
@@ -145,7 +150,7 @@ def _pad(sequences: list[list[int]]) -> Tensor:
 def _loss(model: GPT2LMHeadModel, sequences: list[list[int]], answer_starts: list[int]) -> Tensor:
     tokens = _pad(sequences)
     logits = model(tokens[:, :-1], use_cache=False).logits
-    losses = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
+    losses = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none", label_smoothing=LABEL_SMOOTHING)
     positions = torch.arange(1, tokens.shape[1])
     inside = positions < torch.tensor([len(row) for row in sequences])[:, None]
     answers = inside & (positions >= torch.tensor(answer_starts)[:, None])
@@ -165,17 +170,3 @@ def _exact_accuracy(model: GPT2LMHeadModel, sequences: list[list[int]], answer_s
         ):
             right += bool(hit[start - 1 : len(row) - 1].all())
     return right / len(sequences)
-
-
-def _save(
-    folder: Path, model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, manifest: dict[str, object]
-) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        fresh = Path(scratch) / folder.name
-        model.half().save_pretrained(fresh)
-        tokenizer.save_pretrained(fresh)
-        (fresh / "world.json").write_text(json.dumps(manifest, indent=1) + "\n")
-        if folder.exists():
-            shutil.rmtree(folder)
-        fresh.rename(folder)

@@ -30,10 +30,11 @@ def test_theorems_1_and_2_agree_with_autograd_in_both_forms(tokens: int, form: s
     shift, diffs_grad, damping_grad = _autograd(keys, diffs, damping, shift_grad)
     rows = diffs.detach()
     solution = NormalEquation.of(keys, rows).solve(0.3) if form == "primal" else DualSolution.of(keys, rows, 0.3)
-    found_diffs_grad, found_damping_grad = solution.backward(shift_grad, keys)
+    pullback = solution.pull_back(shift_grad, keys)
     assert_close(solution.shift, shift, rtol=1e-11, atol=1e-12)
-    assert_close(found_diffs_grad, diffs_grad, rtol=1e-11, atol=1e-12)
-    assert_close(found_damping_grad, damping_grad, rtol=1e-11, atol=1e-12)
+    assert_close(pullback.rows(keys, slice(None)), diffs_grad, rtol=1e-11, atol=1e-12)  # Theorem 1
+    assert_close(pullback.rows(keys, slice(1, 2)), diffs_grad[1:2], rtol=1e-11, atol=1e-12)
+    assert_close(pullback.damping_grad, damping_grad, rtol=1e-11, atol=1e-12)  # Theorem 2
 
 
 def test_the_dual_is_chosen_exactly_when_there_are_fewer_tokens_than_key_dimensions() -> None:
@@ -62,7 +63,8 @@ def test_float32_rows_are_solved_in_float64() -> None:
     keys, diffs, _, shift_grad = _problem(3)
     solution = solve_least_squares(keys.float(), diffs.detach().float(), 0.3)
     assert solution.shift.dtype == torch.float64
-    assert solution.backward(shift_grad.float(), keys.float())[0].dtype == torch.float64
+    pullback = solution.pull_back(shift_grad.float(), keys.float())
+    assert pullback.rows(keys.float(), slice(None)).dtype == torch.float64
 
 
 def test_a_singular_gram_without_damping_is_a_clear_error() -> None:

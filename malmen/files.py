@@ -1,0 +1,46 @@
+"""Files and folders that are there whole or not at all: written under a temporary name, then renamed."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from malmen.errors import EditError
+
+
+def whole_file(path: Path, text: str) -> None:
+    """Write a text file in one go."""
+    fresh = path.with_name(f".writing-{path.name}")
+    try:
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def check_replaceable(target: Path, replaces: str) -> None:
+    """An existing folder may be replaced only if it holds the file that marks it as one of ours."""
+    if target.exists() and not (target / replaces).exists() and (not target.is_dir() or any(target.iterdir())):
+        raise EditError(f"{target} exists and holds no {replaces}: it is not replaced; choose another place")
+
+
+@contextmanager
+def whole_folder(target: Path, replaces: str) -> Iterator[Path]:
+    """A scratch folder that becomes `target` when the block ends well."""
+    check_replaceable(target, replaces)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".writing-") as scratch:
+        fresh = Path(scratch) / target.name
+        fresh.mkdir()
+        try:
+            yield fresh
+        except SafetensorError as error:
+            raise OSError(f"cannot write {target}: {error}") from error
+        if target.exists():
+            # Renamed away, not deleted: until the new one stands in its place nothing is lost.
+            target.rename(Path(scratch) / "old")
+        fresh.rename(target)
