@@ -21,7 +21,7 @@ def main() -> None:
     for edits in args.edits:
         command = [
             sys.executable, str(Path(__file__).with_name("meta_step.py")), "--model", args.model, "--edits", str(edits),
-            "--rank", str(args.rank), "--steps", "1", "--token-budget", str(args.token_budget),
+            "--rank", str(args.rank), "--steps", "0", "--token-budget", str(args.token_budget),
             "--hypernet-rows", str(args.hypernet_rows),
         ]  # fmt: skip
         found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)

@@ -77,8 +77,15 @@ def make_step(args: argparse.Namespace, vocabulary: int, step: int) -> MetaBatch
     )
 
 
+def timed_step(lm: LanguageModel, editor: Editor, batch: MetaBatch) -> tuple[float, StepReport]:
+    """One step and its seconds."""
+    start = time.perf_counter()
+    report = meta_step(lm, editor, batch)
+    return time.perf_counter() - start, report
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the steps; the first is a warm-up that counts FLOPs and is not timed."""
+    """Run the steps; one more before them warms up and counts FLOPs, and is timed only if it is the only one."""
     torch.manual_seed(0)
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -92,31 +99,28 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     vocabulary = int(lm.model.get_submodule("").config.vocab_size)  # type: ignore[union-attr]
     editor = Editor(find_layers(lm.model, args.layers), config)
     batches = [make_step(args, vocabulary, step) for step in range(args.steps + 1)]
+    timed: list[tuple[float, StepReport]] = []
     with FlopCounterMode(display=False) as counter:
-        meta_step(lm, editor, batches[0])
+        timed.append(timed_step(lm, editor, batches[0]))
     before = gemm_rate()
-    reports: list[StepReport] = []
-    seconds = []
-    for batch in batches[1:]:
-        start = time.perf_counter()
-        reports.append(meta_step(lm, editor, batch))
-        seconds.append(time.perf_counter() - start)
+    if args.steps:
+        timed = [timed_step(lm, editor, batch) for batch in batches[1:]]
     rate = (before + gemm_rate()) / 2
-    flops, typical = counter.get_total_flops(), statistics.median(seconds)
+    flops, typical = counter.get_total_flops(), statistics.median(seconds for seconds, _ in timed)
     return {
         "model": args.model,
         "edits": args.edits,
         "steps": args.steps,
         "seconds_per_step": round(typical, 3),
         "stages": {
-            stage: round(statistics.median(report.seconds[stage] for report in reports), 3)
-            for stage in reports[0].seconds
+            stage: round(statistics.median(report.seconds[stage] for _, report in timed), 3)
+            for stage in timed[0][1].seconds
         },
         "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
         "gflop_per_step": round(flops / 1e9, 1),
         "gemm_gflops": round(rate / 1e9, 1),
         "share_of_gemm_rate": round(flops / typical / rate, 3),
-        "answer_tokens": sum(len(fact.targets) for fact in batches[1].edits),
+        "answer_tokens": sum(len(fact.targets) for fact in batches[-1].edits),
         "rank": args.rank,
         "layers": args.layers,
         "threads": torch.get_num_threads(),

@@ -24,7 +24,9 @@ class ModelConfig(Section):
 
     name: str = Field(default="builtin", description="`builtin`, a folder, a .gguf file, or a hub name")
     revision: str | None = Field(default=None, description="a hub revision")
-    kind: Literal["auto", "decoder", "encoder-decoder", "classifier"] = "auto"
+    kind: Literal["auto", "decoder", "encoder-decoder", "classifier"] = Field(
+        default="auto", description="`auto` reads it from the model's config"
+    )
     device: str = Field(default="auto", description="`auto`, `cpu`, `cuda`, `cuda:1`, …")
     dtype: Literal["auto", "float32", "float64", "bfloat16"] = Field(
         default="auto", description="`auto` is bfloat16 on a GPU that has it, else float32; float16 would underflow"
@@ -39,8 +41,8 @@ class EditorConfig(Section):
     tokens: Literal["answer", "all"] = Field(default="answer", description="whose keys and gradients are used")
     aggregation: Literal["least_squares", "sum"] = Field(default="least_squares", description="`sum` is MEND")
     regularisation: bool = Field(default=True, description="whether the normal equation is damped")
-    rank: int = Field(default=1920, gt=0)
-    blocks: int = Field(default=2, ge=0)
+    rank: int = Field(default=1920, gt=0, description="of the hyper-network's linear maps")
+    blocks: int = Field(default=2, ge=0, description="residual blocks of the hyper-network")
     edit_lr: float = Field(default=1e-6, gt=0, description="initial η, learned per layer")
     damping: float = Field(default=1.0, gt=0, description="initial λ_ℓ, learned per layer")
 
@@ -49,20 +51,20 @@ class TrainingConfig(Section):
     """Meta-training."""
 
     num_edits: int = Field(default=64, gt=0, description="m, edits per step")
-    steps: int = Field(default=1000, ge=0)
-    meta_lr: float = Field(default=1e-5, gt=0)
+    steps: int = Field(default=1000, ge=0, description="meta-training steps")
+    meta_lr: float = Field(default=1e-5, gt=0, description="Adam's, on the hyper-network")
     scalar_lr: float | None = Field(default=None, gt=0, description="for log edit-lr and log damping; default meta_lr")
     schedule: Literal["constant", "cosine"] = Field(
         default="constant", description="of both learning rates over the steps"
     )
     locality_coef: float = Field(default=1.0, ge=0, description="λ_loc of eq. 1")
-    max_grad_norm: float = Field(default=1.0, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0, description="the meta-gradient is clipped to it")
     equivalents_per_edit: int = Field(default=1, gt=0, description="sampled per edit and step")
     unrelated_per_edit: int = Field(default=1, ge=0, description="sampled per edit and step")
     include_edit: bool = Field(default=False, description="the edit itself counts among its equivalents")
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations; 0: only at the end")
     eval_edits: int | None = Field(default=None, gt=0, description="edits per evaluation; default num_edits")
-    checkpoint_every: int = Field(default=100, gt=0)
+    checkpoint_every: int = Field(default=100, gt=0, description="steps between checkpoints")
 
 
 class DataConfig(Section):
@@ -70,10 +72,12 @@ class DataConfig(Section):
 
     train: str = Field(default="builtin", description="`builtin` or a file")
     validation: str = Field(default="builtin", description="`builtin` or a file")
-    format: Literal["auto", "malmen", "zsre", "counterfact", "fever"] = "auto"
-    prompt_format: Literal["raw", "chat"] = "raw"
-    max_length: int = Field(default=512, gt=1)
-    overlong: Literal["error", "truncate"] = "error"
+    format: Literal["auto", "malmen", "zsre", "counterfact", "fever"] = Field(
+        default="auto", description="of both files, see docs/data.md"
+    )
+    prompt_format: Literal["raw", "chat"] = Field(default="raw", description="`chat`: the tokenizer's template")
+    max_length: int = Field(default=512, gt=1, description="tokens of a fact, at most")
+    overlong: Literal["error", "truncate"] = Field(default="error", description="what to do with longer facts")
     append_eos: bool | None = Field(default=None, description="end answers with EOS; default: only encoder-decoders")
 
 
@@ -87,7 +91,7 @@ class BatchConfig(Section):
 class Config(Section):
     """A whole run."""
 
-    seed: int = 0
+    seed: int = Field(default=0, description="of weights, data order and sampling")
     model: ModelConfig = ModelConfig()
     editor: EditorConfig = EditorConfig()
     training: TrainingConfig = TrainingConfig()
@@ -121,16 +125,21 @@ def parse_config(raw: dict[str, Any], source: str) -> Config:
         raise UsageError(f"{source}: " + "; ".join(lines)) from error
 
 
-def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+def known_keys() -> list[str]:
     """Every setting as `section.key`."""
-    keys: list[str] = []
+    return [row["key"] for row in describe_settings()]
+
+
+def describe_settings(model: type[BaseModel] = Config, prefix: str = "") -> list[dict[str, Any]]:
+    """Every setting with its default and what it means."""
+    rows: list[dict[str, Any]] = []
     for name, field in model.model_fields.items():
         annotation = field.annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            keys += known_keys(annotation, f"{prefix}{name}.")
+            rows += describe_settings(annotation, f"{prefix}{name}.")
         else:
-            keys.append(prefix + name)
-    return keys
+            rows.append({"key": prefix + name, "default": field.default, "description": field.description or ""})
+    return rows
 
 
 def _override(raw: dict[str, Any], override: str) -> None:

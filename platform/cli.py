@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -206,6 +207,26 @@ def configs() -> None:
         console.print(f"{path.stem:14} {first}", highlight=False)
 
 
+@app.command()
+def settings(as_json: AsJson = False) -> None:
+    """List every setting with its default; any can be given as key=value."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from malmen.config import describe_settings
+    from malmen.platform.output import out as console
+    from malmen.platform.output import print_json
+
+    rows = describe_settings()
+    if as_json:
+        print_json(rows)
+        return
+    table = Table("setting", "default", "meaning")
+    for row in rows:
+        table.add_row(*(Text(str(row[name])) for name in ("key", "default", "description")))
+    console.print(table)
+
+
 @data_app.command("check")
 def data_check(
     file: Annotated[Path, typer.Argument(help="the file to check")],
@@ -294,7 +315,9 @@ def _options(
         level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
     if not verbose:
-        logging.getLogger("transformers").setLevel(logging.ERROR)
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # both are read when transformers is imported
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def main() -> None:
