@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -33,6 +34,7 @@ def generate_ids(
         eos_token_id=lm.tokenizer.eos_token_id,
         decoder_start_token_id=lm.decoder_start if lm.kind == "encoder-decoder" else None,
     )
+    model = cast(Any, lm.model)
     found: dict[int, list[int]] = {}
     for length, indices in by_length.items():
         rows = max(1, token_budget // (length + max_new_tokens))
@@ -40,10 +42,22 @@ def generate_ids(
             some = indices[first : first + rows]
             inputs = torch.tensor([encoded[index] for index in some], device=lm.device)
             mask = torch.ones_like(inputs)
-            outputs = cast(Any, lm.model).generate(inputs, attention_mask=mask, generation_config=settings)
+            with _own_settings_aside(model):
+                outputs = model.generate(inputs, attention_mask=mask, generation_config=settings)
             start = length if lm.kind == "decoder" else 1
             found.update(zip(some, outputs[:, start:].tolist(), strict=True))
     return [found[index] for index in range(len(prompts))]
+
+
+@contextmanager
+def _own_settings_aside(model: Any) -> Iterator[None]:
+    """Instruction-tuned models ship penalties and the like, which would fill in whatever ours leave open."""
+    shipped = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = shipped
 
 
 def decode(lm: LanguageModel, ids: Sequence[int]) -> str:

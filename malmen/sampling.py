@@ -69,10 +69,11 @@ class Sampler:
 
     def check_lengths(self) -> None:
         """Fail before the first step, not at the one that draws a fact that is too long."""
+        short = self.encoder.max_length - len(self.encoder.prompt_ids("?")) - 1  # BOS and chat template take their part
         for record in self.records(0):
             for fact in (record.edit, *record.equivalents, *record.unrelated):
                 # No tokenizer here makes more tokens than bytes, so short texts need no look.
-                if len(f"{fact.prompt} {fact.answer}".encode()) >= self.encoder.max_length:
+                if len(f"{fact.prompt} {fact.answer}".encode()) >= short:
                     self._encode(fact)
 
     def batch(self, step: int) -> MetaBatch:

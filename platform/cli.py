@@ -37,7 +37,7 @@ ModelName = Annotated[
 
 def resolve_config(name: str) -> Path:
     """A config file by path, or one that is shipped by name."""
-    if Path(name).exists():
+    if Path(name).is_file():
         return Path(name)
     shipped = CONFIGS / f"{name}.yaml"
     if not shipped.exists():
@@ -65,7 +65,8 @@ def train(
     settings = load_config(resolve_config(config), overrides or [])
     with training_progress(settings.training.steps) as progress:
         run = run_training(settings, out, resume=resume, on_step=progress.step, on_evaluation=progress.evaluation)
-    evaluation = evaluate_editor(run.lm, run.editor, validation_records(settings), settings)
+    with err.status("editing held-out records and measuring"):
+        evaluation = evaluate_editor(run.lm, run.editor, validation_records(settings), settings)
     if as_json:
         print_json({**evaluation.scores(), "seconds": run.seconds, "steps": run.editor.steps_done, "editor": str(out)})
         return
@@ -95,8 +96,10 @@ def edit(
     records = read_records(facts, "auto")
     _refuse_contradictions(records)
     lm, trained, config = _load(editor, model)
-    solved = trained.edit(lm, [record.edit for record in records])
-    evaluation = evaluate(lm, records, solved.shifts, config, generate=generate, solved=solved)
+    with err.status(f"editing {len(records)} facts"):
+        solved = trained.edit(lm, [record.edit for record in records])
+    with err.status("measuring"):
+        evaluation = evaluate(lm, records, solved.shifts, config, generate=generate, solved=solved)
     manifest: dict[str, Any] = {
         "base_model": lm.fingerprint(),
         "model": config.model.model_dump(mode="json"),
@@ -128,15 +131,16 @@ def evaluate_command(
 ) -> None:
     """Edit held-out records at once and measure ES, GS, LS and what goes with them."""
     from malmen.data.readers import read_records
+    from malmen.platform.output import err, print_json, scores_footer, scores_table, spread_table
     from malmen.platform.output import out as console
-    from malmen.platform.output import print_json, scores_footer, scores_table, spread_table
     from malmen.sampling import validation_records
     from malmen.training import evaluate_sets
 
     lm, trained, config = _load(editor, model)
     some = read_records(records, "auto") if records else validation_records(config)
     number = edits or config.training.num_edits
-    found = evaluate_sets(lm, trained, some, config, sets=sets, edits=number, generate=generate)
+    with err.status(f"editing {sets} × {number} records and measuring"):
+        found = evaluate_sets(lm, trained, some, config, sets=sets, edits=number, generate=generate)
     if as_json:
         rows = [{**evaluation.scores(), "shift_ratio": evaluation.shift_ratio} for evaluation in found]
         print_json(rows[0] if sets == 1 else {"sets": rows, "mean": mean_scores(rows)})
@@ -281,9 +285,11 @@ def _load(folder: Path, model: str | None) -> tuple[Any, Any, Any]:
     """The base model, the editor trained for it, and its config."""
     from malmen.checkpoint import load_editor, read_config
     from malmen.lm import load_lm
+    from malmen.platform.output import err
 
     config = read_config(folder)
-    lm = load_lm(config.model.model_copy(update={"name": model}) if model else config.model)
+    with err.status("loading the model"):
+        lm = load_lm(config.model.model_copy(update={"name": model}) if model else config.model)
     return lm, load_editor(folder, lm), config
 
 

@@ -15,8 +15,9 @@ from rich.text import Text
 from malmen.evaluate import Evaluation, FactReport
 from malmen.meta import StepReport
 
-out = Console()
-err = Console(stderr=True)
+# No markup: what is printed holds prompts, answers and paths of users.
+out = Console(markup=False)
+err = Console(stderr=True, markup=False)
 
 _ROLES = {"edit": "the edits (ES)", "equivalent": "rephrasings (GS)", "unrelated": "unrelated (LS)"}
 

@@ -40,7 +40,8 @@ def run_quickstart(config_path: Path, overrides: list[str], folder: Path, *, as_
     )
     with training_progress(config.training.steps) as progress:
         run = train(config, folder, on_step=progress.step, on_evaluation=progress.evaluation)
-    evaluation = evaluate_editor(run.lm, run.editor, validation_records(config), config)
+    with err.status("editing held-out facts and measuring"):
+        evaluation = evaluate_editor(run.lm, run.editor, validation_records(config), config)
     plot_training(run.history, folder / "training.png")
     result = _result(evaluation, run.editor.steps_done, time.perf_counter() - start, config.model_dump(mode="json"))
     whole_file(folder / "result.json", json.dumps(result, indent=1) + "\n")
@@ -89,4 +90,4 @@ def _show(evaluation: Evaluation, folder: Path, seconds: float) -> None:
 
 def _examples(facts: list[FactReport]) -> list[FactReport]:
     roles = ("edit", "equivalent", "unrelated")
-    return [fact for role in roles for fact in [one for one in facts if one.role == role][:4]]
+    return [fact for role in roles for fact in [one for one in facts if one.role == role][:3]]

@@ -7,6 +7,8 @@ import torch
 from float64 import Float64Throughout
 from tiny_models import KINDS
 
+from malmen.lm import LanguageModel, load_lm
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
@@ -25,3 +27,9 @@ def exact() -> Iterator[None]:
 def kind(request: pytest.FixtureRequest) -> str:
     """Each kind of language model in turn."""
     return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def lm() -> LanguageModel:
+    """The built-in language model, for all tests together: it is frozen, and who changes it loads another."""
+    return load_lm("builtin")

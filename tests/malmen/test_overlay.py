@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import hashlib
-
 import pytest
 import torch
 from tiny_models import MODELS, random_facts, tiny_lm
 from torch import nn
 from torch.testing import assert_close
 from transformers.pytorch_utils import Conv1D
+from untouched import count_hooks, digest
 
 from malmen.data.tokens import make_batches
 from malmen.errors import EditError
@@ -24,13 +23,6 @@ def _shifts(lm: LanguageModel, names: list[str] | str = "last:2") -> dict[str, t
         layer.name: torch.randn(layer.value_size, layer.key_size, dtype=torch.float64)
         for layer in find_layers(lm.model, names)
     }
-
-
-def _digest(lm: LanguageModel) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in lm.model.state_dict().items():
-        digest.update(name.encode() + tensor.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _write(lm: LanguageModel, shifts: dict[str, torch.Tensor]) -> None:
@@ -68,14 +60,14 @@ def test_square_layers_are_not_confused_with_their_transposes(name: str, layer: 
 
 def test_the_model_is_bit_identical_afterwards_also_when_an_exception_passes_through(kind: str) -> None:
     lm = tiny_lm(kind)
-    before, hooks = _digest(lm), _count_hooks(lm)
+    before, hooks = digest(lm), count_hooks(lm)
     (batch,) = make_batches(random_facts(lm, 4), 10_000, 0)
     logits = lm.logits(batch)
     with pytest.raises(ZeroDivisionError), edited(lm, _shifts(lm)):
         lm.logits(batch)
         raise ZeroDivisionError
-    assert _digest(lm) == before
-    assert _count_hooks(lm) == hooks
+    assert digest(lm) == before
+    assert count_hooks(lm) == hooks
     assert torch.equal(lm.logits(batch), logits)
 
 
@@ -94,6 +86,27 @@ def test_the_gradient_of_a_leaf_is_the_gradient_of_the_edited_weight(kind: str) 
         weight.requires_grad_(False).grad = None
         expected = grad.T if isinstance(changed.model.get_submodule(name), Conv1D) else grad
         assert_close(shifts[name].grad, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_an_edit_inside_another_adds_to_it_and_leaves_it_behind(kind: str) -> None:
+    lm, changed = tiny_lm(kind), tiny_lm(kind)
+    first = {name: shift.requires_grad_() for name, shift in _shifts(lm).items()}
+    second = {name: (0.5 * shift.detach().flip(0)).requires_grad_() for name, shift in first.items()}
+    before, hooks = digest(lm), count_hooks(lm)
+    (batch,) = make_batches(random_facts(lm, 4), 10_000, 0)
+    with edited(lm, first):
+        alone = lm.logits(batch)
+        with edited(lm, second):
+            found = lm.logits(batch)
+        assert torch.equal(lm.logits(batch), alone)
+    _write(changed, {name: shift.detach() + second[name].detach() for name, shift in first.items()})
+    assert not torch.allclose(found, alone)
+    assert_close(found, changed.logits(batch), rtol=1e-9, atol=1e-10)
+    found.log_softmax(-1)[:, 0].sum().backward()
+    for name, shift in first.items():  # W + S₁ + S₂ has one gradient
+        assert shift.grad is not None
+        assert_close(second[name].grad, shift.grad, rtol=1e-9, atol=1e-12)
+    assert (digest(lm), count_hooks(lm)) == (before, hooks)
 
 
 @pytest.mark.parametrize("layer", ["transformer.h.1.mlp.c_proj", "transformer.h.1.attn.c_proj"])
@@ -133,7 +146,3 @@ def test_an_edit_of_another_model_is_refused() -> None:
         edited(lm, {"transformer.h.0.mlp.c_proj": torch.zeros(3, 4)}),
     ):
         pass
-
-
-def _count_hooks(lm: LanguageModel) -> int:
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in lm.model.modules())

@@ -4,49 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from small_runs import SMALL
 
 from malmen.checkpoint import latest_checkpoint
-from malmen.data.world import world_records
-from malmen.platform.cli import main
 
-SMALL = ["rank=8", "layers=last:2", "training.steps=3", "num_edits=6", "eval_every=0"]
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def malmen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    def run(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["malmen", *map(str, args)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        captured = capsys.readouterr()
-        code = stop.value.code
-        return (code if isinstance(code, int) else 0 if code is None else 1), captured.out, captured.err
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    sys.argv = ["malmen", "train", "builtin", *SMALL, "--out", str(folder), "--json"]
-    with pytest.raises(SystemExit) as stop:
-        main()
-    assert stop.value.code == 0
-    return folder
-
-
-@pytest.fixture
-def facts(tmp_path: Path) -> Path:
-    file = tmp_path / "facts.jsonl"
-    rows = [record.edit for record in world_records("validation")[:3]]
-    file.write_text("".join(json.dumps({"prompt": fact.prompt, "answer": fact.answer}) + "\n" for fact in rows))
-    return file
 
 
 def test_train_resumes_and_prints_json(malmen: Run, tmp_path: Path) -> None:
@@ -90,27 +56,6 @@ def test_eval_takes_the_number_of_edits(malmen: Run, trained: Path) -> None:
     assert (code, "only 768 different records" in err) == (1, True)
 
 
-def test_quickstart_leaves_a_result_a_picture_and_facts(malmen: Run, tmp_path: Path) -> None:
-    folder = tmp_path / "quick"
-    code, out, _ = malmen("quickstart", *SMALL, "--out", folder)
-    assert code == 0
-    assert "What to try next" in out
-    result = json.loads((folder / "result.json").read_text())
-    wanted = {"edits", "edit_success", "generalization_success", "locality_success", "edit_success_before", "seconds"}
-    assert wanted <= set(result)
-    assert (folder / "training.png").read_bytes().startswith(b"\x89PNG")
-    assert len((folder / "facts.jsonl").read_text().splitlines()) == 6
-    code, _, _ = malmen("quickstart", *SMALL, "--out", folder, "--json")
-    assert code == 0  # replaced
-
-
-def test_quickstart_does_not_delete_what_is_not_its_own(malmen: Run, tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("years of work")
-    code, _, err = malmen("quickstart", *SMALL, "--out", tmp_path)
-    assert (code, "no run of malmen" in err) == (1, True)
-    assert (tmp_path / "thesis.txt").exists()
-
-
 def test_data_check_names_line_field_and_remedy(malmen: Run, tmp_path: Path, facts: Path) -> None:
     assert malmen("data", "check", facts)[0] == 0
     bad = tmp_path / "bad.jsonl"
@@ -130,7 +75,8 @@ def test_data_check_names_line_field_and_remedy(malmen: Run, tmp_path: Path, fac
         (["train", "builtin", "layers=last:9"], 2, "has 6 blocks"),
         (["train", "builtin", "model.name=/nowhere/model.gguf"], 1, "does not exist"),
         (["train", "builtin", "data.train=/nowhere.jsonl"], 1, "/nowhere.jsonl"),
-        (["edit", "--editor", "/nowhere", "--facts", "/nowhere.jsonl"], 1, "holds no trained editor"),
+        (["edit", "--editor", "/nowhere", "--facts", "/nowhere.jsonl"], 1, "/nowhere.jsonl does not exist"),
+        (["eval", "--editor", "/nowhere"], 1, "holds no trained editor"),
         (["generate", "hello", "--edits", "/nowhere"], 1, "holds no edit"),
         (["edit"], 2, "Missing option"),
         (["fly"], 2, "No such command"),
@@ -139,12 +85,18 @@ def test_data_check_names_line_field_and_remedy(malmen: Run, tmp_path: Path, fac
 def test_wrong_use_gives_one_clear_message(
     malmen: Run, tmp_path: Path, args: list[str], code: int, message: str
 ) -> None:
-    extra = ["--out", str(tmp_path / "run")] if args[0] == "train" else []
+    extra = ["--out", str(tmp_path / "run")] if args[0] in ("train", "edit") else []
     found, _, err = malmen(*args, *extra)
     assert found == code
     assert message in err
     assert "Traceback" not in err
-    assert not list(tmp_path.glob("run/checkpoint*"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_edit_without_an_editor_says_what_was_expected(malmen: Run, facts: Path, tmp_path: Path) -> None:
+    code, _, err = malmen("edit", "--editor", "/nowhere", "--facts", facts, "--out", tmp_path / "edit")
+    assert (code, "/nowhere holds no trained editor" in err) == (1, True)
+    assert not (tmp_path / "edit").exists()
 
 
 def test_contradicting_facts_are_refused(malmen: Run, trained: Path, tmp_path: Path) -> None:
@@ -174,7 +126,7 @@ def test_a_place_that_cannot_be_written_is_one_message(malmen: Run, trained: Pat
 def test_help_names_every_command(malmen: Run) -> None:
     code, out, _ = malmen("--help")
     assert code == 0
-    for command in ("train", "edit", "eval", "generate", "quickstart", "data", "world", "configs"):
+    for command in ("train", "edit", "eval", "generate", "quickstart", "data", "world", "configs", "settings"):
         assert command in out
         assert malmen(command, "--help")[0] == 0
     assert malmen("configs")[0] == 0

@@ -127,14 +127,22 @@ class Setup:
     editor: Editor
 
 
-def make_setup(name: str, *, layers: Any = "last:2", budget: int = 10_000, rows: int = 10_000, **editor: Any) -> Setup:
+def make_setup(
+    name: str,
+    *,
+    layers: Any = "last:2",
+    budget: int = 10_000,
+    rows: int = 10_000,
+    training: dict[str, Any] | None = None,
+    **editor: Any,
+) -> Setup:
     """A tiny model and a float64 editor whose every parameter is away from its special start."""
     settings = {"layers": layers, "rank": 5, "edit_lr": 0.05, "damping": 0.3, **editor}
     config = Config.model_validate(
         {
             "editor": settings,
             "batch": {"token_budget": budget, "hypernet_rows": rows},
-            "training": {"locality_coef": 0.7},
+            "training": {"locality_coef": 0.7, **(training or {})},
         }
     )
     lm = tiny_lm(name)

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from malmen.data.records import Fact
@@ -18,6 +19,16 @@ FACT = Fact("Which instrument does Ada play?", "grand piano")
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
     return AutoTokenizer.from_pretrained(WORLD_MODEL)
+
+
+@pytest.fixture
+def framed(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """A tokenizer that opens every text with <s> and closes it with </s>."""
+    tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)]
+    )
+    return tokenizer
 
 
 def test_a_decoder_reads_prompt_and_answer_as_one_text(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -35,8 +46,6 @@ def test_no_second_space_after_a_prompt_that_ends_in_one(tokenizer: PreTrainedTo
 
 
 def test_bos_is_set_once_and_a_closing_eos_is_not_part_of_the_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
-    from tokenizers.processors import TemplateProcessing
-
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|end|> $A <|end|>", special_tokens=[("<|end|>", tokenizer.eos_token_id)]
     )
@@ -100,6 +109,65 @@ def test_too_long_is_an_error_or_a_counted_warning(
         FactEncoder(tokenizer, "decoder", max_length=2, overlong="truncate").encode(Fact("Who?", "grand piano violin"))
 
 
+def test_a_truncated_decoder_prompt_keeps_its_bos_and_its_end(framed: PreTrainedTokenizerFast) -> None:
+    whole = FactEncoder(framed, "decoder").encode(FACT)
+    assert whole.input_ids[0] == framed.bos_token_id
+    for keep in range(len(whole.targets) + 1, len(whole.input_ids)):
+        short = FactEncoder(framed, "decoder", max_length=keep, overlong="truncate").encode(FACT)
+        assert len(short.input_ids) == keep
+        assert short.input_ids == [framed.bos_token_id, *whole.input_ids[1 - keep :]]
+        assert short.targets == whole.targets
+        assert [*short.input_ids, short.targets[-1]][short.first + 1 :] == whole.targets
+
+
+def test_a_truncated_encoder_prompt_keeps_its_start_and_its_end_mark(framed: PreTrainedTokenizerFast) -> None:
+    for kind, fact in (("encoder-decoder", FACT), ("classifier", Fact(FACT.prompt, "SUPPORTS"))):
+        whole = FactEncoder(framed, kind).encode(fact)  # type: ignore[arg-type]
+        short = FactEncoder(framed, kind, max_length=6, overlong="truncate").encode(fact)  # type: ignore[arg-type]
+        prompts = [one.input_ids if one.encoder_ids is None else one.encoder_ids for one in (whole, short)]
+        assert prompts[1] == [*prompts[0][:5], framed.eos_token_id]
+        assert prompts[0][0] == framed.bos_token_id
+        assert (short.first, short.targets) == (whole.first, whole.targets)
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder-decoder"])
+def test_answers_are_generated_from_what_they_are_scored_after(framed: PreTrainedTokenizerFast, kind: str) -> None:
+    encoder = FactEncoder(framed, kind)  # type: ignore[arg-type]
+    encoded = encoder.encode(FACT)
+    ids = encoder.generation_ids(FACT.prompt, 5)
+    assert ids == (encoded.input_ids[: encoded.first + 1] if kind == "decoder" else encoded.encoder_ids)
+    assert (ids[-1] == framed.eos_token_id) is (kind == "encoder-decoder")
+    assert encoder.truncated == 0
+
+
+def test_a_prompt_to_generate_from_leaves_room_for_the_answer(framed: PreTrainedTokenizerFast) -> None:
+    whole = FactEncoder(framed, "decoder").generation_ids(FACT.prompt, 5)
+    room = len(whole)
+    assert FactEncoder(framed, "decoder", max_length=room + 5).generation_ids(FACT.prompt, 5) == whole
+    with pytest.raises(EditError, match=rf"has {room} tokens; with 6 new ones that is more than the {room + 5} that"):
+        FactEncoder(framed, "decoder", max_length=room + 5).generation_ids(FACT.prompt, 6)
+    encoder = FactEncoder(framed, "decoder", max_length=9, overlong="truncate")
+    assert encoder.generation_ids(FACT.prompt, 5) == [framed.bos_token_id, *whole[-3:]]
+    assert encoder.truncated == 1
+    for too_many in (8, 9, 20):  # one token of the prompt, none, less than none
+        with pytest.raises(EditError, match="more than the 9 that fit"):
+            encoder.generation_ids(FACT.prompt, too_many)
+
+
+def test_an_encoder_needs_no_room_for_the_answer(framed: PreTrainedTokenizerFast) -> None:
+    whole = FactEncoder(framed, "encoder-decoder").generation_ids(FACT.prompt, 5)
+    fits = FactEncoder(framed, "encoder-decoder", max_length=len(whole))
+    assert fits.generation_ids(FACT.prompt, 100) == whole
+    short = FactEncoder(framed, "encoder-decoder", max_length=6, overlong="truncate").generation_ids(FACT.prompt, 100)
+    assert short == [*whole[:5], framed.eos_token_id]
+
+
+@pytest.mark.parametrize("prompt", ["", "  ", "\n"])
+def test_nothing_is_generated_from_an_empty_prompt(tokenizer: PreTrainedTokenizerFast, prompt: str) -> None:
+    with pytest.raises(EditError, match="empty prompt"):
+        FactEncoder(tokenizer, "decoder").generation_ids(prompt, 5)
+
+
 @pytest.mark.parametrize("fact", [Fact("", "x"), Fact("  ", "x"), Fact("x", ""), Fact("x", " ")])
 def test_empty_texts_are_refused(tokenizer: PreTrainedTokenizerFast, fact: Fact) -> None:
     with pytest.raises(EditError, match="needs a prompt and an answer"):
@@ -124,3 +192,29 @@ def test_batches_stay_within_the_budget_and_lose_nothing(budget: int) -> None:
             assert ids[batch.masks["decoder"][row]].tolist() == facts[index].input_ids
             chosen = batch.fact_of(batch.answer_mask) == index
             assert batch.targets[chosen].tolist() == facts[index].targets
+
+
+@pytest.mark.parametrize("budget", [1, 13, 50, 10_000])
+def test_batches_of_an_encoder_decoder_count_the_padded_tokens_of_both_stacks(budget: int) -> None:
+    rng = random.Random(0)
+    facts = []
+    for _ in range(23):
+        answer = [rng.randrange(1, 50) for _ in range(rng.randint(1, 6))]
+        prompt = [rng.randrange(1, 50) for _ in range(rng.randint(1, 9))]
+        facts.append(EncodedFact([0, *answer[:-1]], 0, answer, prompt))
+    batches = make_batches(facts, budget, pad_id=0)
+    assert sorted(torch.cat([batch.facts for batch in batches]).tolist()) == list(range(23))
+    assert len(batches) == 23 if budget == 1 else len(batches) < 23
+    for batch in batches:
+        cells = batch.inputs["input_ids"].numel() + batch.inputs["decoder_input_ids"].numel()
+        assert cells <= budget or len(batch.facts) == 1
+        assert torch.equal(batch.inputs["attention_mask"].bool(), batch.masks["encoder"])
+        for row, index in enumerate(batch.facts.tolist()):
+            fact = facts[index]
+            assert batch.inputs["input_ids"][row][batch.masks["encoder"][row]].tolist() == fact.encoder_ids
+            assert batch.inputs["decoder_input_ids"][row][batch.masks["decoder"][row]].tolist() == fact.input_ids
+            assert batch.targets[batch.fact_of(batch.answer_mask) == index].tolist() == fact.targets
+
+
+def test_no_facts_make_no_batches() -> None:
+    assert make_batches([], 100, pad_id=0) == []

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from full_disk import full_disk
+from safetensors.torch import save_file
+
+from malmen.errors import EditError
+from malmen.files import check_replaceable, whole_file, whole_folder
+
+
+def _content(folder: Path) -> dict[str, bytes | None]:
+    """Everything below a folder, hidden or not."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")
+    }
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """One of our folders."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "mark.json").write_text("{}")
+    (folder / "data").write_text("old")
+    return folder
+
+
+def test_a_folder_is_replaced_whole(target: Path) -> None:
+    with whole_folder(target, replaces="mark.json") as fresh:
+        (fresh / "mark.json").write_text("new")
+        assert (target / "data").read_text() == "old"  # until the block ends
+    assert _content(target.parent) == {"folder": None, "folder/mark.json": b"new"}
+
+
+def test_a_folder_is_made_with_its_parents_where_there_is_none_or_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path / "deep" / "er", tmp_path / "empty"):
+        with whole_folder(folder, replaces="mark.json") as fresh:
+            (fresh / "mark.json").write_text("{}")
+        assert _content(folder) == {"mark.json": b"{}"}
+        assert [path.name for path in folder.parent.glob(".*")] == []
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_an_exception_leaves_the_old_folder_and_nothing_else(target: Path, error: type[BaseException]) -> None:
+    before = _content(target.parent)
+    with pytest.raises(error), whole_folder(target, replaces="mark.json") as fresh:
+        (fresh / "mark.json").write_text("half")
+        raise error
+    assert _content(target.parent) == before
+
+
+def test_an_exception_where_there_was_no_folder_leaves_none(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), whole_folder(tmp_path / "folder", replaces="mark.json"):
+        raise ZeroDivisionError
+    assert _content(tmp_path) == {}
+
+
+def test_what_is_not_ours_is_refused_and_untouched(tmp_path: Path) -> None:
+    foreign = tmp_path / "thesis"
+    (foreign / "chapters").mkdir(parents=True)
+    (foreign / "chapters" / "one.txt").write_text("years of work")
+    file = tmp_path / "letter"
+    file.write_text("dear")
+    before = _content(tmp_path)
+    for place in (foreign, file):
+        with pytest.raises(EditError, match=r"holds no mark\.json: it is not replaced"):
+            check_replaceable(place, "mark.json")
+        with pytest.raises(EditError, match="not replaced"), whole_folder(place, replaces="mark.json"):
+            pytest.fail("the block must not be entered")
+    assert _content(tmp_path) == before
+
+
+def test_ours_an_empty_one_and_none_at_all_may_be_replaced(target: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for place in (target, tmp_path / "empty", tmp_path / "none"):
+        check_replaceable(place, "mark.json")
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    for text in ("one\n", "zwölf\n"):
+        whole_file(tmp_path / "file", text)
+        assert _content(tmp_path) == {"file": text.encode()}
+
+
+def test_a_text_that_cannot_be_written_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    whole_file(tmp_path / "file", "old")
+    with pytest.raises(UnicodeEncodeError):
+        whole_file(tmp_path / "file", "new \ud800")
+    with full_disk(left=100), pytest.raises(OSError):
+        whole_file(tmp_path / "file", "new" * 100)
+    assert _content(tmp_path) == {"file": b"old"}
+
+
+def test_a_full_disk_is_an_os_error_that_names_the_folder_and_leaves_the_old_one(target: Path) -> None:
+    before = _content(target.parent)
+    with (
+        full_disk(left=1000),
+        pytest.raises(OSError, match=f"cannot write {target}"),
+        whole_folder(target, replaces="mark.json") as fresh,
+    ):
+        save_file({"a": torch.zeros(1000)}, fresh / "a.safetensors")
+    assert _content(target.parent) == before

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from small_runs import make_config
+from transformers import AutoTokenizer
+
+from malmen.config import Config
+from malmen.data.records import EditRecord, Fact
+from malmen.data.tokens import FactEncoder
+from malmen.data.world import world_records
+from malmen.data.world_model import WORLD_MODEL
+from malmen.errors import EditError
+from malmen.facts import fact_encoder
+from malmen.lm import LanguageModel
+from malmen.sampling import Sampler, compatible_records, training_records, unrelated_to_all, validation_records
+
+
+def _sampler(lm: LanguageModel, config: Config) -> Sampler:
+    return Sampler(config, fact_encoder(lm, config.data), training_records(config))
+
+
+def test_a_step_can_be_drawn_again_by_its_number(lm: LanguageModel) -> None:
+    walked = _sampler(lm, make_config())
+    batches = [walked.batch(step) for step in range(4)]
+    assert _sampler(lm, make_config()).batch(3) == batches[3]
+    assert batches[2] != batches[3]
+
+
+def test_an_epoch_uses_no_record_twice(lm: LanguageModel) -> None:
+    sampler = _sampler(lm, make_config(num_edits=100))
+    ids = [name for step in range(sampler.steps_per_epoch) for name in sampler.batch(step).record_ids]
+    assert len(ids) == len(set(ids)) == 1100
+
+
+def test_a_step_has_as_many_tuples_of_each_sort_as_the_config_says(lm: LanguageModel) -> None:
+    settings = {"equivalents_per_edit": 2, "unrelated_per_edit": 2, "include_edit": True}
+    batch = _sampler(lm, make_config(**settings)).batch(0)
+    assert (len(batch.edits), len(batch.equivalents), len(batch.record_ids)) == (5, 15, 5)
+    assert 0 < len(batch.unrelated) <= 10  # less where another record edits one
+    assert all(edit in batch.equivalents for edit in batch.edits)
+    alone = _sampler(lm, make_config(unrelated_per_edit=0)).batch(0)
+    assert (len(alone.equivalents), len(alone.unrelated)) == (5, 0)
+
+
+def test_unrelated_tuples_that_another_record_edits_are_left_out() -> None:
+    records = world_records("validation")[:200]
+    edited = {fact.prompt for record in records for fact in (record.edit, *record.equivalents)}
+    assert any(fact.prompt in edited for record in records for fact in record.unrelated)
+    assert not any(fact.prompt in edited for facts in unrelated_to_all(records) for fact in facts)
+
+
+def test_records_that_edit_the_same_prompt_do_not_meet() -> None:
+    records = world_records("validation")[:5]
+    assert compatible_records(records * 2, 8) == records
+
+
+def test_more_edits_than_records_is_a_clear_error(lm: LanguageModel) -> None:
+    with pytest.raises(EditError, match="only 1152 records"):
+        _sampler(lm, make_config(num_edits=5000))
+
+
+def test_held_out_records_of_a_file_come_in_an_order_that_the_seed_fixes(tmp_path: Path) -> None:
+    file = tmp_path / "facts.jsonl"
+    rows = [{"prompt": f"Question {number}?", "answer": "yes"} for number in range(30)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def prompts(seed: int) -> list[str]:
+        config = Config.model_validate({"seed": seed, "data": {"validation": str(file)}})
+        return [record.edit.prompt for record in validation_records(config)]
+
+    assert prompts(0) == prompts(0) != prompts(1)
+    assert sorted(prompts(0)) == sorted(prompts(1)) == sorted(str(row["prompt"]) for row in rows)
+
+
+@pytest.mark.parametrize("role", ["edit", "equivalents", "unrelated"])
+def test_a_fact_that_is_too_long_is_found_before_the_first_step(lm: LanguageModel, role: str) -> None:
+    long, short = Fact("Who " * 100, "Ada"), Fact("Who is it?", "Ada")
+    record = EditRecord(short, (short,), (short,))
+    record = EditRecord(**{**vars(record), role: long if role == "edit" else (short, long)})
+    config = make_config(num_edits=1)
+    sampler = Sampler(config, fact_encoder(lm, config.data), lambda _epoch: [record])
+    with pytest.raises(EditError, match="more than max_length 64"):
+        sampler.check_lengths()
+
+
+def test_what_a_chat_template_adds_to_a_fact_counts_too() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(WORLD_MODEL)
+    tokenizer.chat_template = "You answer every question with one word. Q: {{ messages[0].content }} A:" * 2
+    record = EditRecord(Fact("Who?", "Ada"), (Fact("Who is it?", "Ada"),))
+    sampler = Sampler(
+        make_config(num_edits=1),
+        FactEncoder(tokenizer, "decoder", prompt_format="chat", max_length=40),
+        lambda _epoch: [record],
+    )
+    with pytest.raises(EditError, match="more than max_length 40"):
+        sampler.batch(0)
+    with pytest.raises(EditError, match="more than max_length 40"):
+        sampler.check_lengths()

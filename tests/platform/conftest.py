@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from small_runs import SMALL
+
+from malmen.data.world import world_records
+from malmen.platform.cli import main
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Small tensors are slower on several threads."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def malmen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`malmen ARGS…` in this process: exit code, standard output, standard error."""
+
+    def run(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["malmen", *map(str, args)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        captured = capsys.readouterr()
+        code = stop.value.code
+        return (code if isinstance(code, int) else 0 if code is None else 1), captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of `malmen train`; nobody changes it."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(sys, "argv", ["malmen", "train", "builtin", *SMALL, "--out", str(folder), "--json"])
+        main()
+    assert not stop.value.code
+    return folder
+
+
+@pytest.fixture
+def facts(tmp_path: Path) -> Path:
+    """A file of three facts."""
+    file = tmp_path / "facts.jsonl"
+    rows = [record.edit for record in world_records("validation")[:3]]
+    file.write_text("".join(json.dumps({"prompt": fact.prompt, "answer": fact.answer}) + "\n" for fact in rows))
+    return file

@@ -1,0 +1,25 @@
+"""Runs on the built-in world that take a second."""
+
+from __future__ import annotations
+
+from malmen.config import Config
+
+
+def make_config(**training: object) -> Config:
+    """Six steps of five edits in two layers; `training` changes that."""
+    return Config.model_validate(
+        {
+            "editor": {"layers": "last:2", "rank": 8, "edit_lr": 1e-3},
+            "training": {
+                "num_edits": 5,
+                "steps": 6,
+                "meta_lr": 1e-3,
+                "schedule": "cosine",
+                "checkpoint_every": 2,
+                **training,
+            },
+        }
+    )
+
+
+SMALL = ["rank=8", "layers=last:2", "training.steps=3", "num_edits=6", "eval_every=0"]  # the same on the command line
