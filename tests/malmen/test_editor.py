@@ -119,7 +119,7 @@ def test_further_llama_like_families_are_exact_too(name: str) -> None:
 
 
 @pytest.mark.parametrize("aggregation", ["least_squares", "sum"])
-@pytest.mark.parametrize(("budget", "rows"), [(1, 1), (17, 3), (40, 7), (10_000, 10_000)])
+@pytest.mark.parametrize(("budget", "rows"), [(1, 1), (17, 3), (40, 7)])
 def test_no_cut_of_the_work_changes_shifts_or_gradients(kind: str, budget: int, rows: int, aggregation: str) -> None:
     whole = make_setup(kind, aggregation=aggregation)
     cut = make_setup(kind, aggregation=aggregation, budget=budget, rows=rows)

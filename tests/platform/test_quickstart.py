@@ -22,7 +22,7 @@ def test_quickstart_leaves_a_result_a_picture_and_facts(malmen: Run, tmp_path: P
     wanted = {"edits", "edit_success", "generalization_success", "locality_success", "edit_success_before", "seconds"}
     assert wanted <= set(result)
     assert (folder / "training.png").read_bytes().startswith(b"\x89PNG")
-    assert len((folder / "facts.jsonl").read_text().splitlines()) == 6
+    assert len((folder / "facts.jsonl").read_text().splitlines()) == 4
     (folder / "left over").touch()
     code, out, _ = malmen("quickstart", *SMALL, "--out", folder, "--json")
     assert code == 0

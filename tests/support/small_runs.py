@@ -22,4 +22,4 @@ def make_config(**training: object) -> Config:
     )
 
 
-SMALL = ["rank=8", "layers=last:2", "training.steps=3", "num_edits=6", "eval_every=0"]  # the same on the command line
+SMALL = ["rank=8", "layers=last:2", "training.steps=3", "num_edits=4", "eval_every=0"]  # the same on the command line
