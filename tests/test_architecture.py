@@ -70,6 +70,7 @@ def test_the_standard_librarys_platform_is_found_from_the_root() -> None:
     assert run_python("import platform; print(platform.system())", cwd=ROOT)
 
 
+@pytest.mark.slow  # a fresh interpreter imports torch and transformers
 def test_importing_every_module_of_malmen_loads_no_ray_deepspeed_mlflow_or_fastapi(tmp_path: Path) -> None:
     """`import malmen` alone loads next to nothing, so every module is named; each heavy one found says by whom."""
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in modules("malmen")]

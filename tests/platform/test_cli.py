@@ -14,6 +14,8 @@ from malmen.checkpoint import latest_checkpoint
 
 Run = Callable[..., tuple[int, str, str]]
 
+pytestmark = pytest.mark.slow  # loads models and trains, again and again
+
 
 def test_train_resumes_and_prints_json(malmen: Run, tmp_path: Path) -> None:
     code, _, _ = malmen("train", "builtin", *SMALL, "--out", tmp_path / "run")

@@ -4,9 +4,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from small_runs import SMALL
 
 Run = Callable[..., tuple[int, str, str]]
+
+pytestmark = pytest.mark.slow  # each run imports, trains, edits and draws
 
 
 def _content(folder: Path) -> dict[Path, bytes]:
