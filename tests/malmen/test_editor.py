@@ -118,6 +118,7 @@ def test_further_llama_like_families_are_exact_too(name: str) -> None:
         assert_close(grads[parameter], grad, **EXACT)
 
 
+@pytest.mark.slow  # 40 cases
 @pytest.mark.parametrize("aggregation", ["least_squares", "sum"])
 @pytest.mark.parametrize(("budget", "rows"), [(1, 1), (17, 3), (40, 7)])
 def test_no_cut_of_the_work_changes_shifts_or_gradients(kind: str, budget: int, rows: int, aggregation: str) -> None:
@@ -141,6 +142,7 @@ def test_the_order_of_facts_does_not_matter(kind: str) -> None:
             assert_close(found[name], expected[name], **EXACT)
 
 
+@pytest.mark.slow  # 41 facts one by one
 def test_few_tokens_and_many_tokens_agree_with_the_oracle(kind: str) -> None:
     """m = 1 with a one-token answer (dual, one row), and more tokens than key dimensions (primal)."""
     for edits, longest in ((1, 1), (40, 3)):
