@@ -20,7 +20,7 @@ from malmen.files import check_replaceable, whole_folder
 
 WORLD_MODEL = Path(__file__).parent / "world_lm"
 END = "<|end|>"
-LABEL_SMOOTHING = 0.1  # a model that is never in doubt can only be edited with a crowbar
+LABEL_SMOOTHING = 0.1  # keeps the model from being certain; what that does for editing was not measured apart
 PROMPT_WEIGHT = 0.1  # the facts are what matters; the prompts only make it a language model
 
 
