@@ -65,6 +65,7 @@ class TrainingConfig(Section):
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations; 0: only at the end")
     eval_edits: int | None = Field(default=None, gt=0, description="edits per evaluation; default num_edits")
     checkpoint_every: int = Field(default=100, gt=0, description="steps between checkpoints")
+    keep_checkpoints: int = Field(default=2, gt=0, description="the newest ones; the best by evaluation stays too")
 
 
 class DataConfig(Section):
@@ -86,6 +87,45 @@ class BatchConfig(Section):
 
     token_budget: int = Field(default=4096, gt=0, description="padded tokens per LM micro-batch")
     hypernet_rows: int = Field(default=4096, gt=0, description="tokens per hyper-network batch")
+    cache_mb: int = Field(
+        default=1024, ge=0, description="memory an LM process may keep for what later epochs need again; 0: none"
+    )
+
+
+class LMConfig(Section):
+    """How the LM workers hold the language model."""
+
+    sharding: Literal["none", "zero3"] = Field(
+        default="none", description="`zero3`: cut over the LM workers by DeepSpeed; `none`: each holds all of it"
+    )
+
+
+class ClusterConfig(Section):
+    """Who does the work; no result depends on it."""
+
+    lm_workers: int = Field(default=1, gt=0, description="Ray Train workers that hold the language model")
+    lm_cpus: float = Field(default=1.0, ge=0, description="CPUs for each of them")
+    lm_gpus: float | None = Field(default=None, ge=0, description="GPUs for each; default: 1 where there are enough")
+    lm_resources: dict[str, float] = Field(default={}, description="custom Ray resources for each")
+    hypernet_actors: int = Field(default=1, gt=0, description="actors that run the hyper-network and the solve")
+    hypernet_cpus: float = Field(default=1.0, ge=0, description="CPUs for each of them")
+    hypernet_gpus: float | None = Field(default=None, ge=0, description="GPUs for each; default: 1 where any are left")
+    hypernet_resources: dict[str, float] = Field(default={}, description="custom Ray resources for each")
+    overlap: bool = Field(default=True, description="trace the next step while the actors back-propagate this one")
+    wait_seconds: float = Field(default=300, gt=0, description="for the cluster to have room, or an actor to come back")
+    stall_seconds: float = Field(
+        default=1800, gt=0, description="without a finished step, a run is given up as hanging"
+    )
+    max_failures: int = Field(default=8, ge=0, description="lost LM workers that a run survives")
+
+
+class TrackingConfig(Section):
+    """MLflow."""
+
+    enabled: bool = Field(default=True, description="whether runs are logged")
+    uri: str | None = Field(default=None, description="default: MLFLOW_TRACKING_URI, else mlflow.db beside the run")
+    experiment: str = Field(default="malmen", description="MLflow's group of runs")
+    registered_model: str | None = Field(default=None, description="name in the registry; default: malmen-MODEL")
 
 
 class Config(Section):
@@ -97,6 +137,9 @@ class Config(Section):
     training: TrainingConfig = TrainingConfig()
     data: DataConfig = DataConfig()
     batch: BatchConfig = BatchConfig()
+    lm: LMConfig = LMConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    tracking: TrackingConfig = TrackingConfig()
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:

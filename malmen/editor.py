@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,14 @@ from torch import Tensor, nn
 from malmen.config import Config
 from malmen.data.records import Fact
 from malmen.errors import EditError
-from malmen.facts import encode_batches
-from malmen.hypernet import HyperNetwork
+from malmen.hypernet import HyperNetwork, Statistics
 from malmen.layers import LayerSpec
-from malmen.least_squares import NormalEquation, Pullback, Solution, solve_least_squares
-from malmen.lm import LanguageModel
+from malmen.least_squares import NormalEquation, Pullback
+from malmen.shards import Alone, Shards, SolvedShard
 from malmen.trace import LayerTrace, Traces, trace
+
+if TYPE_CHECKING:  # a process that only holds an editor does not wait for transformers
+    from malmen.lm import LanguageModel
 
 
 @dataclass
@@ -48,28 +50,37 @@ class Solved:
 
     traces: Traces
     shifts: dict[str, Tensor]  # S* in float64
-    solutions: dict[str, Solution] = field(default_factory=dict)
+    solutions: dict[str, SolvedShard] = field(default_factory=dict)
     value_diffs: dict[str, Tensor] = field(default_factory=dict)
     kept: dict[str, list[HypernetRows]] = field(default_factory=dict)  # by network, with the graph
 
-    def mean_residual(self) -> float:
-        """MR: the mean of ‖S*u_j − d_j‖ / ‖d_j‖ over layers and tokens (§5.2)."""
-        residuals = []
+    def mean_residual(self) -> float | None:
+        """MR: the mean of the residuals over layers and tokens (§5.2); None for a sum, which solves nothing."""
+        return float(self.residuals().mean()) if self.value_diffs else None
+
+    def residuals(self) -> Tensor:
+        """r_j = ‖S*u_j − d_j‖ / ‖d_j‖ of each layer and token."""
+        residuals = [torch.zeros(0, dtype=torch.float64)]
         for name, diffs in self.value_diffs.items():
             wanted = diffs.double()
             error = self.traces[name].keys.double() @ self.shifts[name].T - wanted
             residuals.append(error.norm(dim=-1) / wanted.norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny))
-        return float(torch.cat(residuals).mean())
+        return torch.cat([part.cpu() for part in residuals])
 
 
 class Editor(nn.Module):
-    """θ for a set of layers: one hyper-network per layer shape."""
+    """θ for a set of layers: one hyper-network per layer shape.
+
+    Several editors may share the work (shards.py): each is then given traces of some layers and tokens
+    only, and meets the others through `shards`.
+    """
 
     def __init__(self, layers: Sequence[LayerSpec], config: Config) -> None:
         super().__init__()
         if not layers:
             raise EditError("an editor needs at least one layer to edit")
         self.layers, self.config = list(layers), config
+        self.shards: Shards = Alone()
         self.groups: dict[str, list[LayerSpec]] = {}
         for layer in layers:
             self.groups.setdefault(f"{layer.key_size}x{layer.value_size}", []).append(layer)
@@ -92,13 +103,15 @@ class Editor(nn.Module):
         self.base_model: str | None = None  # the fingerprint of the LM that θ was trained for, once known
         self.last_grad_norm = math.nan
         self._optimizer: torch.optim.Adam | None = None
+        if config.model.dtype == "float64":
+            self.double()
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, lm: LanguageModel | None = None) -> Editor:
         """A trained editor; with `lm` given, refused unless it was trained for that very model."""
         from malmen.checkpoint import load_editor
 
-        return load_editor(Path(folder), lm)
+        return load_editor(folder, lm)
 
     def edit(self, lm: LanguageModel, facts: Sequence[Fact]) -> Solved:
         """Algorithm 1: the shifts that make all these facts hold at once."""
@@ -109,6 +122,8 @@ class Editor(nn.Module):
                 f"this editor was trained for base model {self.base_model} ({self.config.model.name}), this one is "
                 f"{lm.fingerprint()}: an editor works only on the weights it was trained for"
             )
+        from malmen.facts import encode_batches
+
         self.to(lm.device)
         batches = encode_batches(lm, facts, self.config)
         return self.solve(trace(lm, self.layers, batches, self.config.editor.tokens))
@@ -116,10 +131,13 @@ class Editor(nn.Module):
     @torch.no_grad()
     def observe(self, traces: Traces) -> None:
         """Merge the traces into the running normalisers; training only."""
-        for shape, members in self.groups.items():
-            net = self._net(shape)
-            for index, layer in enumerate(members):
-                net.norm.observe(index, net.features(*traces[layer.name]))
+        mine = {}
+        for name, found in traces.items():
+            net, _ = self._find(name)
+            mine[name] = Statistics.of(net.features(*found))
+        for name, statistics in self.shards.gather_statistics(mine):
+            net, index = self._find(name)
+            net.norm.merge(index, statistics)
 
     def damping(self) -> dict[str, float]:
         """λ_ℓ by layer."""
@@ -141,13 +159,12 @@ class Editor(nn.Module):
             return solved
         solved.value_diffs = self._value_diffs(traces, kept)
         damping = self.damping()
-        for layer in self.layers:
-            keys, diffs = traces[layer.name].keys, solved.value_diffs[layer.name]
+        for name, diffs in solved.value_diffs.items():
             try:
-                solved.solutions[layer.name] = solve_least_squares(keys, diffs, damping[layer.name])
+                solved.solutions[name] = self.shards.solve(name, traces[name].keys, diffs, damping[name])
             except EditError as error:
-                raise EditError(f"layer {layer.name}: {error}") from error
-            solved.shifts[layer.name] = solved.solutions[layer.name].shift
+                raise EditError(f"layer {name}: {error}") from error
+            solved.shifts[name] = solved.solutions[name].shift
         _check_finite(solved.shifts)
         return solved
 
@@ -167,7 +184,7 @@ class Editor(nn.Module):
         damping = self.damping()
         for name, solution in solved.solutions.items():
             pullbacks[name] = solution.pull_back(shift_grads[name], solved.traces[name].keys)
-            if self.config.editor.regularisation:
+            if self.config.editor.regularisation and self.shards.leads(name):
                 self._add_log_damping_grad(name, pullbacks[name].damping_grad * damping[name])
         for shape in self.groups:
             batches = [solved.kept[shape]] if shape in solved.kept else self._run(shape, solved.traces, grad=True)
@@ -176,7 +193,8 @@ class Editor(nn.Module):
         solved.kept.clear()
 
     def step(self) -> None:
-        """Clip the gradients, take one Adam step, clear them."""
+        """Sum the gradients over the shards, clip them, take one Adam step, clear them."""
+        self.shards.sum_grads(self.parameters())
         grads = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
         assert grads, "backward comes before step"
         norm = torch.nn.utils.get_total_norm(grads)
@@ -205,6 +223,27 @@ class Editor(nn.Module):
             self._optimizer = torch.optim.Adam(groups, fused=True)
         return self._optimizer
 
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Adam's state as plain tensors, by parameter."""
+        state = self.optimizer().state
+        return {
+            f"{name}/{slot}": value
+            for name, parameter in self.named_parameters()
+            for slot, value in state.get(parameter, {}).items()
+        }
+
+    def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """What `optimizer_state` gave."""
+        state = self.optimizer().state
+        for name, parameter in self.named_parameters():
+            slots = {
+                key.rsplit("/", 1)[1]: value.to(parameter.device, copy=True)
+                for key, value in tensors.items()
+                if key.rsplit("/", 1)[0] == name
+            }
+            if slots:
+                state[parameter] = slots
+
     # --- the hyper-network in batches ----------------------------------------------------------------
 
     def _net(self, shape: str) -> HyperNetwork:
@@ -213,7 +252,8 @@ class Editor(nn.Module):
     def _run(self, shape: str, traces: Traces, *, grad: bool) -> Iterator[list[HypernetRows]]:
         """The network over all tokens of its layers, batch by batch."""
         net, members = self._net(shape), self.groups[shape]
-        for cut in _cut([len(traces[layer.name].keys) for layer in members], self.config.batch.hypernet_rows):
+        counts = [len(traces[layer.name].keys) if layer.name in traces else 0 for layer in members]
+        for cut in _cut(counts, self.config.batch.hypernet_rows):
             parts = [LayerTrace(*(part[rows] for part in traces[members[index].name])) for index, rows in cut]
             keys = torch.cat([part.keys for part in parts]).to(net.log_edit_lr)
             value_grads = torch.cat([part.value_grads for part in parts])
@@ -233,7 +273,7 @@ class Editor(nn.Module):
     def _solve_rows(self, traces: Traces, kept: dict[str, list[HypernetRows]] | None) -> Iterator[HypernetRows]:
         """All rows without a graph, except that a network whose rows fit one batch leaves them in `kept`."""
         for shape, members in self.groups.items():
-            num_rows = sum(len(traces[layer.name].keys) for layer in members)
+            num_rows = sum(len(traces[layer.name].keys) for layer in members if layer.name in traces)
             keep = kept is not None and num_rows <= self.config.batch.hypernet_rows
             for batch in self._run(shape, traces, grad=keep):
                 if kept is not None and keep:
@@ -242,7 +282,7 @@ class Editor(nn.Module):
 
     def _value_diffs(self, traces: Traces, kept: dict[str, list[HypernetRows]] | None) -> dict[str, Tensor]:
         dtype = self._net(next(iter(self.groups))).log_edit_lr.dtype
-        diffs = {layer.name: torch.empty_like(traces[layer.name].value_grads, dtype=dtype) for layer in self.layers}
+        diffs = {name: torch.empty_like(found.value_grads, dtype=dtype) for name, found in traces.items()}
         for part in self._solve_rows(traces, kept):
             diffs[part.layer][part.rows] = part.value_diffs().detach()
         return diffs
@@ -254,10 +294,11 @@ class Editor(nn.Module):
                 layer.value_size, layer.key_size, dtype=torch.float64, device=traces[layer.name].keys.device
             )
             for layer in self.layers
+            if layer.name in traces
         }
         for part in self._solve_rows(traces, kept):
             shifts[part.layer] += part.scaled_grads.detach().T @ part.pseudo_keys.detach()
-        return shifts
+        return {name: self.shards.sum_shift(name, shift) for name, shift in shifts.items()}
 
     def _proxy_loss(
         self,
@@ -303,6 +344,13 @@ class Editor(nn.Module):
         if training.schedule == "constant":
             return 1.0
         return 0.5 * (1 + math.cos(math.pi * min(1.0, self.steps_done / max(1, training.steps))))
+
+
+def seeded_editor(layers: Sequence[LayerSpec], config: Config) -> Editor:
+    """A fresh editor, drawn from the config's seed: the same everywhere."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        return Editor(layers, config)
 
 
 def _cut(counts: Sequence[int], rows_at_once: int) -> list[list[tuple[int, slice]]]:

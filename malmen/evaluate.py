@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,13 +12,14 @@ from torch import Tensor
 
 from malmen.config import Config
 from malmen.data.records import EditRecord, Fact
-from malmen.data.tokens import EncodedFact, FactEncoder, make_batches
-from malmen.editor import Solved
+from malmen.data.tokens import EncodedFact, FactEncoder, TokenBatch, make_batches
 from malmen.facts import fact_encoder
 from malmen.generate import decode, generate_ids
 from malmen.lm import LanguageModel
 from malmen.overlay import Shifts, edited
 from malmen.sampling import unrelated_to_all
+
+Predict = Callable[[Sequence[EncodedFact]], list[list[int]]]  # the most probable tokens of each fact's answer
 
 
 @dataclass
@@ -80,9 +81,10 @@ class Evaluation:
 
 def evaluate(
     lm: LanguageModel, records: Sequence[EditRecord], shifts: Shifts, config: Config, *,
-    generate: bool = True, solved: Solved | None = None,
+    generate: bool = True, residual: float | None = None, predict: Predict | None = None,
 ) -> Evaluation:  # fmt: skip
-    """Measure an edit of these records' facts, beside the unedited model."""
+    """Measure an edit of these records' facts, beside the unedited model. `predict` is this module's by default."""
+    predict = predict or (lambda facts: predict_tokens(lm, facts, config.batch.token_budget))
     encoder = fact_encoder(lm, config.data)
     facts: dict[str, list[Fact]] = {
         "edit": [record.edit for record in records],
@@ -93,14 +95,16 @@ def evaluate(
     tables: dict[str, dict[str, Answers]] = {}
     for when, context in (("before", nullcontext()), ("after", edited(lm, shifts))):
         with context:
-            tables[when] = {role: _answers(lm, encoder, facts[role], encoded[role], config, generate) for role in facts}
+            tables[when] = {
+                role: _answers(lm, encoder, facts[role], encoded[role], config, generate, predict) for role in facts
+            }
     agreement = _agreement(tables["before"]["unrelated"].predicted, tables["after"]["unrelated"].predicted)
     return Evaluation(
         edits=len(records),
         before={role: _success(encoded[role], answers) for role, answers in tables["before"].items()},
         after={role: _success(encoded[role], answers) for role, answers in tables["after"].items()},
         locality_agreement=agreement,
-        mean_residual=solved.mean_residual() if solved and solved.value_diffs else None,
+        mean_residual=residual,
         shift_ratio=shift_ratio(lm, shifts),
         facts=_reports(lm, facts, encoded, tables),
     )
@@ -108,19 +112,23 @@ def evaluate(
 
 def shift_ratio(lm: LanguageModel, shifts: Shifts) -> dict[str, float]:
     """‖S‖/‖W‖ by layer."""
-    return {
-        name: float(shift.norm() / lm.model.get_parameter(f"{name}.weight").double().norm())
-        for name, shift in shifts.items()
-    }
+    return {name: float(shift.norm()) / lm.weight_norm(name) for name, shift in shifts.items()}
+
+
+def predict_tokens(lm: LanguageModel, facts: Sequence[EncodedFact], token_budget: int) -> list[list[int]]:
+    """The most probable token at each answer position, given the answer before it."""
+    return predict_batches(lm, len(facts), make_batches(facts, token_budget, lm.pad_id))
 
 
 @torch.no_grad()
-def predict(lm: LanguageModel, facts: Sequence[EncodedFact], token_budget: int) -> list[list[int]]:
-    """The most probable token at each answer position, given the answer before it."""
-    found: list[list[int]] = [[] for _ in facts]
-    for batch in make_batches(facts, token_budget, lm.pad_id):
+def predict_batches(lm: LanguageModel, num_facts: int, batches: Sequence[TokenBatch]) -> list[list[int]]:
+    """The same for facts that are already in batches."""
+    found: list[list[int]] = [[] for _ in range(num_facts)]
+    for batch in batches:
         batch = batch.to(lm.device)
         best: Tensor = lm.logits(batch).argmax(-1)
+        if not batch.counts:
+            continue
         for fact, token in zip(batch.fact_of(batch.answer_mask).tolist(), best.tolist(), strict=True):
             found[fact].append(token)
     return found
@@ -128,9 +136,9 @@ def predict(lm: LanguageModel, facts: Sequence[EncodedFact], token_budget: int) 
 
 def _answers(
     lm: LanguageModel, encoder: FactEncoder, facts: Sequence[Fact], encoded: Sequence[EncodedFact],
-    config: Config, generate: bool,
+    config: Config, generate: bool, predict: Predict,
 ) -> Answers:  # fmt: skip
-    predicted = predict(lm, encoded, config.batch.token_budget) if encoded else []
+    predicted = predict(encoded)
     if not generate or lm.kind == "classifier" or not encoded:
         return Answers(predicted, None)
     longest = max(len(fact.targets) for fact in encoded)

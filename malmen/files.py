@@ -44,3 +44,9 @@ def whole_folder(target: Path, replaces: str) -> Iterator[Path]:
             # Renamed away, not deleted: until the new one stands in its place nothing is lost.
             target.rename(Path(scratch) / "old")
         fresh.rename(target)
+
+
+def remove_folder(target: Path) -> None:
+    """Gone at once: renamed away before anything in it is deleted."""
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".removing-") as scratch:
+        target.rename(Path(scratch) / target.name)

@@ -8,16 +8,32 @@ Layers of one shape share the blocks; statistics, scale, shift, edit-lr and damp
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+
+class Statistics(NamedTuple):
+    """Some rows of one layer, as far as a normaliser wants to know them; float64."""
+
+    count: Tensor  # ()
+    mean: Tensor  # (features,)
+    squares: Tensor  # sum of squared deviations (features,)
+
+    @classmethod
+    def of(cls, rows: Tensor) -> Statistics:
+        """Of these rows (tokens, features); there may be none."""
+        rows = rows.double()
+        mean = rows.mean(0) if len(rows) else rows.new_zeros(rows.shape[1])
+        return cls(rows.new_tensor(float(len(rows))), mean, (rows - mean).square().sum(0))
 
 
 class RunningNorm(nn.Module):
     """Mean and deviation of each feature over all rows ever observed, for each of several layers.
 
     Batches are merged exactly (Chan et al.), so any cut of the rows gives the same statistics. They
-    change in `observe` only, which only training calls: an edit never depends on earlier edits.
+    change in `merge` only, which only training calls: an edit never depends on earlier edits.
     """
 
     count: Tensor  # (layers,)
@@ -31,18 +47,14 @@ class RunningNorm(nn.Module):
         self.register_buffer("squares", torch.zeros(num_layers, num_features, dtype=torch.float64))
 
     @torch.no_grad()
-    def observe(self, layer: int, rows: Tensor) -> None:
-        """Merge these rows (tokens, features) into the layer's statistics."""
-        if rows.shape[0] == 0:
+    def merge(self, layer: int, rows: Statistics) -> None:
+        """Add these rows to the layer's statistics."""
+        if rows.count == 0:
             return
-        rows = rows.double()
-        mean = rows.mean(0)
-        delta = mean - self.mean[layer]
-        total = self.count[layer] + rows.shape[0]
-        self.squares[layer] += (rows - mean).square().sum(0) + delta.square() * self.count[layer] * rows.shape[
-            0
-        ] / total
-        self.mean[layer] += delta * rows.shape[0] / total
+        delta = rows.mean - self.mean[layer]
+        total = self.count[layer] + rows.count
+        self.squares[layer] += rows.squares + delta.square() * self.count[layer] * rows.count / total
+        self.mean[layer] += delta * rows.count / total
         self.count[layer] = total
 
     def deviation(self) -> Tensor:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from malmen.errors import UsageError
 
@@ -59,14 +58,20 @@ def find_stacks(model: nn.Module) -> dict[str, str]:
 
 def is_linear(module: nn.Module) -> bool:
     """Linear or Conv1D, by type: shapes cannot tell them apart when they are square."""
-    return isinstance(module, nn.Linear | Conv1D)
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """GPT-2's linear, whose weight is transposed."""
+    from transformers.pytorch_utils import Conv1D  # not at the top: who needs LayerSpec only does not wait for it
+
+    return isinstance(module, Conv1D)
 
 
 def layer_sizes(module: nn.Module) -> tuple[int, int]:
     """Key and value size; not read from the weight, which may be sharded."""
-    if isinstance(module, Conv1D):
-        return module.nx, module.nf
-    assert isinstance(module, nn.Linear)
+    if not isinstance(module, nn.Linear):
+        return int(module.nx), int(module.nf)  # type: ignore[arg-type]
     return module.in_features, module.out_features
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -27,8 +27,9 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from malmen.config import ModelConfig
 from malmen.data.tokens import Kind, TokenBatch
 from malmen.data.world_model import WORLD_MODEL, check_world_model
-from malmen.errors import EditError, UsageError
-from malmen.layers import LayerSpec, find_stacks
+from malmen.devices import resolve_device, resolve_dtype
+from malmen.errors import EditError
+from malmen.layers import find_stacks
 
 
 class FirstTokenClassifier(BertPreTrainedModel):
@@ -45,6 +46,13 @@ class FirstTokenClassifier(BertPreTrainedModel):
         return SequenceClassifierOutput(logits=self.classifier(hidden[:, 0]))
 
 
+_LOADERS: dict[Kind, Any] = {
+    "decoder": AutoModelForCausalLM,
+    "encoder-decoder": AutoModelForSeq2SeqLM,
+    "classifier": FirstTokenClassifier,
+}
+
+
 @dataclass
 class LanguageModel:
     """A frozen model with its tokenizer. Edits are laid over it (overlay.py), never written into it."""
@@ -56,6 +64,7 @@ class LanguageModel:
     def __post_init__(self) -> None:
         self.model.requires_grad_(False).eval()
         self.stacks = find_stacks(self.model)
+        self.plain_blocks = True  # whether its blocks put out a tensor, or a tuple of it; seen when one runs (stem.py)
 
     @property
     def device(self) -> torch.device:
@@ -109,89 +118,23 @@ class LanguageModel:
         logits = self.logits(batch)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights and buffers by name, sorted."""
+        yield from sorted(self.model.state_dict().items())
+
     def fingerprint(self) -> str:
         """A hash of architecture and weights (a sample of each tensor, rounded to bf16 so that dtypes agree)."""
         digest = hashlib.sha256()
-        for name, tensor in sorted(self.model.state_dict().items()):
+        for name, tensor in self.tensors():
             step = max(1, tensor.numel() // 1024) | 1  # odd, so that it walks through all columns
             sample = tensor.flatten()[::step].float().to(torch.bfloat16).float().cpu().contiguous()
             digest.update(f"{name}{tuple(tensor.shape)}".encode())
             digest.update(sample.numpy().tobytes())
         return digest.hexdigest()[:16]
 
-
-# --- hidden states below the first edited block ------------------------------------------------------
-
-
-@dataclass
-class Stem:
-    """What the blocks below the first edited one put out for one batch; it does not depend on any edit."""
-
-    outputs: dict[str, Any]  # by stack: the output of its last block below
-
-
-def stem_blocks(lm: LanguageModel, layers: list[LayerSpec]) -> dict[str, int]:
-    """How many blocks of each stack no edit can reach.
-
-    A decoder that attends to an edited encoder is reached from its first block on.
-    """
-    first = {
-        stack: min((layer.block for layer in layers if layer.stack == stack), default=len(_blocks(lm, stack)))
-        for stack in lm.stacks
-    }
-    if "encoder" in first and first["encoder"] < len(_blocks(lm, "encoder")):
-        first["decoder"] = 0
-    return {stack: count for stack, count in first.items() if count > 0}
-
-
-@contextmanager
-def keep_stem(lm: LanguageModel, blocks: dict[str, int]) -> Iterator[Stem]:
-    """Runs inside leave their stem in the value."""
-    stem = Stem({})
-    handles = []
-
-    def keep(stack: str) -> Any:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            stem.outputs[stack] = _detach(output)
-
-        return hook
-
-    try:
-        for stack, count in blocks.items():
-            handles.append(_blocks(lm, stack)[count - 1].register_forward_hook(keep(stack)))
-        yield stem
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def resume_stem(lm: LanguageModel, blocks: dict[str, int], stem: Stem) -> Iterator[None]:
-    """Runs inside, of the same batch, start above the stem: the blocks below hand on what was kept."""
-    replaced: list[tuple[nn.Module, Any]] = []
-    try:
-        for stack, count in blocks.items():
-            kept = stem.outputs[stack]
-            for block in _blocks(lm, stack)[:count]:
-                replaced.append((block, block.__dict__.get("forward")))
-                block.__dict__["forward"] = lambda *_args, _kept=kept, **_kwargs: _kept
-        yield
-    finally:
-        for block, forward in replaced:
-            if forward is None:
-                del block.__dict__["forward"]
-            else:
-                block.__dict__["forward"] = forward
-
-
-def _blocks(lm: LanguageModel, stack: str) -> nn.ModuleList:
-    return cast(nn.ModuleList, lm.model.get_submodule(lm.stacks[stack]))
-
-
-def _detach(output: Any) -> Any:
-    if isinstance(output, Tensor):
-        return output.detach()
-    return tuple(part.detach() if isinstance(part, Tensor) else part for part in output)
+    def weight_norm(self, layer: str) -> float:
+        """‖W‖ of a layer."""
+        return float(self.model.get_parameter(f"{layer}.weight").double().norm())
 
 
 # --- loading -----------------------------------------------------------------------------------------
@@ -201,23 +144,11 @@ def load_lm(config: ModelConfig | str) -> LanguageModel:
     """The model of a local folder, a hub name, a GGUF file, or `builtin`."""
     config = ModelConfig(name=config) if isinstance(config, str) else config
     name, options = _source(config)
-    device = _device(config.device)
-    dtype = _dtype(config.dtype, device)
-    try:
-        hf_config = AutoConfig.from_pretrained(name, **options)
-        kind = config.kind if config.kind != "auto" else _kind(hf_config)
-        loader: Any = {
-            "decoder": AutoModelForCausalLM,
-            "encoder-decoder": AutoModelForSeq2SeqLM,
-            "classifier": FirstTokenClassifier,
-        }[kind]
-        model, loading = loader.from_pretrained(name, dtype=dtype, output_loading_info=True, **options)
+    device, dtype = resolve_device(config), resolve_dtype(config)
+    with _clear_errors(config):
+        kind, _ = _kind_and_config(config)
+        model, loading = _LOADERS[kind].from_pretrained(name, dtype=dtype, output_loading_info=True, **options)
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
-    except (OSError, ValueError, RuntimeError, SafetensorError, struct.error) as error:
-        raise EditError(
-            f"cannot load the model {config.name!r}: {_first_line(error)} "
-            "(expected `builtin`, a folder with config.json and safetensors, a .gguf file, or a hub name)"
-        ) from error
     if loading["missing_keys"]:
         missing = ", ".join(sorted(loading["missing_keys"])[:4])
         raise EditError(
@@ -225,6 +156,32 @@ def load_lm(config: ModelConfig | str) -> LanguageModel:
             "a classifier needs its fine-tuned head, see docs/models.md"
         )
     return LanguageModel(model.to(device), tokenizer, kind)
+
+
+def load_skeleton(config: ModelConfig) -> tuple[nn.Module, Kind]:
+    """The model without weights (on torch's meta device): its modules and shapes, at no cost."""
+    with _clear_errors(config):
+        kind, hf_config = _kind_and_config(config)
+        with torch.device("meta"):
+            loader = _LOADERS[kind]
+            return loader(hf_config) if kind == "classifier" else loader.from_config(hf_config), kind
+
+
+@contextmanager
+def _clear_errors(config: ModelConfig) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, SafetensorError, struct.error) as error:
+        raise EditError(
+            f"cannot load the model {config.name!r}: {_first_line(error)} "
+            "(expected `builtin`, a folder with config.json and safetensors, a .gguf file, or a hub name)"
+        ) from error
+
+
+def _kind_and_config(config: ModelConfig) -> tuple[Kind, PretrainedConfig]:
+    name, options = _source(config)
+    hf_config = AutoConfig.from_pretrained(name, **options)
+    return (config.kind if config.kind != "auto" else _kind(hf_config)), hf_config
 
 
 def _source(config: ModelConfig) -> tuple[str, dict[str, Any]]:
@@ -245,23 +202,6 @@ def _kind(hf_config: PretrainedConfig) -> Kind:
     if getattr(hf_config, "is_encoder_decoder", False):
         return "encoder-decoder"
     return "classifier" if hf_config.model_type == "bert" else "decoder"
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise EditError(f"model.device is {name!r}, but torch sees no GPU here; use `cpu` or `auto`")
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"unknown model.device {name!r}: expected `auto`, `cpu`, `cuda` or `cuda:N`") from error
-
-
-def _dtype(name: Literal["auto", "float32", "float64", "bfloat16"], device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
-    return cast(torch.dtype, getattr(torch, name))
 
 
 def _first_line(error: Exception) -> str:

@@ -3,15 +3,18 @@ can be drawn again: after a resume, on another machine, in another order."""
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from malmen.cache import FactCache
 from malmen.config import Config
 from malmen.data.readers import read_records
 from malmen.data.records import EditRecord, Fact
 from malmen.data.tokens import EncodedFact, FactEncoder
 from malmen.data.world import world_records
+from malmen.data.world_model import WORLD_MODEL
 from malmen.errors import EditError
 from malmen.meta import MetaBatch
 
@@ -31,6 +34,21 @@ def validation_records(config: Config) -> list[EditRecord]:
     records = list(read_records(config.data.validation, config.data.format))
     random.Random(f"validation/{config.seed}").shuffle(records)
     return records
+
+
+def data_fingerprint(config: Config) -> str:
+    """A hash of what is trained and validated on."""
+    digest = hashlib.sha256()
+    for name in (config.data.train, config.data.validation):
+        if name == "builtin":
+            digest.update(WORLD_MODEL.joinpath("world.json").read_bytes())
+            continue
+        try:
+            with open(name, "rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise EditError(f"cannot read the data file {name!r}: {error.strerror}") from error
+    return digest.hexdigest()[:16]
 
 
 def compatible_records(records: Sequence[EditRecord], number: int) -> list[EditRecord]:
@@ -66,6 +84,19 @@ class Sampler:
                 f"training.num_edits is {self.config.training.num_edits}, but {self.config.data.train} has only "
                 f"{len(self.records(0))} records"
             )
+
+    def recurring(self) -> tuple[str, ...]:
+        """The roles whose facts come again within the run, so that a cache of them is of use."""
+        if self.config.training.steps <= self.steps_per_epoch:
+            return ()
+        if self.config.data.train == "builtin":  # every epoch contradicts it with new answers
+            return ("unrelated",)
+        return ("edits", "equivalents", "unrelated")
+
+    def caches(self) -> dict[str, FactCache]:
+        """One cache for all roles that have a use for it, with the config's budget."""
+        cache = FactCache(self.config.batch.cache_mb * 2**20)
+        return dict.fromkeys(self.recurring(), cache) if self.config.batch.cache_mb else {}
 
     def check_lengths(self) -> None:
         """Fail before the first step, not at the one that draws a fact that is too long."""

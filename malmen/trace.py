@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from malmen.data.tokens import TokenBatch
+from malmen.cache import FactCache
+from malmen.data.tokens import EncodedFact, TokenBatch
 from malmen.layers import LayerSpec
-from malmen.lm import LanguageModel
 from malmen.losses import nll
+
+if TYPE_CHECKING:
+    from malmen.lm import LanguageModel
 
 
 class LayerTrace(NamedTuple):
@@ -22,6 +25,41 @@ class LayerTrace(NamedTuple):
 
 
 Traces = dict[str, LayerTrace]
+Cut = Callable[[Sequence[EncodedFact]], Sequence[TokenBatch]]  # facts to micro-batches
+
+
+def trace_facts(
+    lm: LanguageModel, layers: Sequence[LayerSpec], facts: Sequence[EncodedFact], tokens: str, cut: Cut,
+    cache: FactCache | None = None,
+) -> Traces:  # fmt: skip
+    """The traces of these facts, in their order; what the cache knows is not computed again."""
+    if cache is None:
+        return trace(lm, layers, cut(facts), tokens)
+    kinds = [kind for layer in layers for kind in _kinds(layer, tokens)]
+    known, fresh = cache.split(kinds, facts)
+    traced = trace(lm, layers, cut([fact for _, fact in fresh]), tokens)
+    rows: dict[int, dict[str, Tensor]] = {
+        place: {kind: cache.get(kind, fact) for kind in kinds} for place, fact in known
+    }
+    for layer in layers:
+        counts = [fact.num_traced(layer.stack, tokens) for _, fact in fresh]
+        for kind, found in zip(_kinds(layer, tokens), traced[layer.name], strict=True):
+            for (place, _), part in zip(fresh, found.split(counts), strict=True):
+                rows.setdefault(place, {})[kind] = part
+    for place, fact in fresh:
+        cache.put(fact, rows[place])
+    return {layer.name: _gather(rows, _kinds(layer, tokens), traced[layer.name]) for layer in layers}
+
+
+def _kinds(layer: LayerSpec, tokens: str) -> tuple[str, str]:
+    """The names of a layer's keys and value gradients in the cache."""
+    return f"keys/{tokens}/{layer.name}", f"value_grads/{tokens}/{layer.name}"
+
+
+def _gather(rows: dict[int, dict[str, Tensor]], kinds: tuple[str, str], empty: LayerTrace) -> LayerTrace:
+    if not rows:
+        return empty
+    return LayerTrace(*(torch.cat([rows[place][kind] for place in sorted(rows)]) for kind in kinds))
 
 
 def trace(lm: LanguageModel, layers: Sequence[LayerSpec], batches: Iterable[TokenBatch], tokens: str) -> Traces:
@@ -34,9 +72,10 @@ def trace(lm: LanguageModel, layers: Sequence[LayerSpec], batches: Iterable[Toke
     parts: dict[str, list[tuple[LayerTrace, Tensor]]] = {layer.name: [] for layer in layers}
     for batch in batches:
         batch = batch.to(lm.device)
-        for layer, found in zip(layers, _trace_batch(lm, layers, batch, tokens), strict=True):
+        traced = _trace_batch(lm, layers, batch, tokens)
+        for layer, found in zip(layers, traced if batch.counts else (), strict=batch.counts):
             parts[layer.name].append((found, batch.fact_of(batch.traced_mask(layer.stack, tokens))))
-    return {name: _in_order(found) for name, found in parts.items()}
+    return {layer.name: _in_order(parts[layer.name]) if parts[layer.name] else _nothing(lm, layer) for layer in layers}
 
 
 def _trace_batch(lm: LanguageModel, layers: Sequence[LayerSpec], batch: TokenBatch, tokens: str) -> list[LayerTrace]:
@@ -73,3 +112,8 @@ def _in_order(parts: list[tuple[LayerTrace, Tensor]]) -> LayerTrace:
         torch.cat([found.keys for found, _ in parts])[order],
         torch.cat([found.value_grads for found, _ in parts])[order],
     )
+
+
+def _nothing(lm: LanguageModel, layer: LayerSpec) -> LayerTrace:
+    sizes = (layer.key_size, layer.value_size)
+    return LayerTrace(*(torch.zeros(0, size, dtype=lm.dtype, device=lm.device) for size in sizes))

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from malmen import __version__
 from malmen.errors import EditError, UsageError
+
+if TYPE_CHECKING:
+    from malmen.config import Config
 
 app = typer.Typer(
     help="Rewrite facts inside a language model (MALMEN).",
@@ -29,7 +34,10 @@ CONFIGS = Path(__file__).parent / "configs"
 
 Overrides = Annotated[list[str] | None, typer.Argument(help="settings as key=value, e.g. training.steps=100")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON on standard output")]
-EditorFolder = Annotated[Path, typer.Option("--editor", help="a run or checkpoint folder of `malmen train`")]
+EditorFolder = Annotated[
+    str,
+    typer.Option("--editor", help="a run or checkpoint of `malmen train`, or models:/NAME/VERSION of the registry"),
+]
 ModelName = Annotated[
     str | None, typer.Option("--model", help="the base model, where it lies elsewhere than in training")
 ]
@@ -50,29 +58,58 @@ def resolve_config(name: str) -> Path:
 def train(
     config: Annotated[str, typer.Argument(help="a YAML file, or a shipped config (`malmen configs` lists them)")],
     overrides: Overrides = None,
-    out: Annotated[Path, typer.Option(help="the run's folder")] = Path("runs/train"),
-    resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint")] = False,
+    out: Annotated[str, typer.Option(help="the run's folder, or a storage URL such as s3://bucket/run")] = "runs/train",
+    resume: Annotated[bool, typer.Option("--resume", help="there must be a run in --out to go on with")] = False,
+    local: Annotated[bool, typer.Option("--local", help="in this one process, without Ray and MLflow")] = False,
+    address: Annotated[
+        str | None, typer.Option(help="of a Ray cluster (HOST:PORT or `auto`); default: RAY_ADDRESS, else a local one")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Meta-train an editor; ends with an evaluation on held-out records."""
+    """Meta-train an editor on a Ray cluster; ends with an evaluation on held-out records.
+
+    The same command again goes on with an unfinished run, to the same editor as without the interruption.
+    """
     from malmen.config import load_config
-    from malmen.platform.output import err, print_json, scores_footer, scores_table, training_progress
-    from malmen.platform.output import out as console
+
+    settings = load_config(resolve_config(config), overrides or [])
+    if local and address:
+        raise UsageError("--local and --address exclude each other")
+    (_train_local if local else _train_platform)(settings, out, resume, address, as_json)
+
+
+def _train_local(settings: Config, out: str, resume: bool, _address: str | None, as_json: bool) -> None:
+    from malmen.platform.output import err, show_training, training_progress
     from malmen.sampling import validation_records
     from malmen.training import evaluate_editor
     from malmen.training import train as run_training
 
-    settings = load_config(resolve_config(config), overrides or [])
+    if "://" in out:
+        raise UsageError(f"--local writes to a folder; given {out!r}")
     with training_progress(settings.training.steps) as progress:
-        run = run_training(settings, out, resume=resume, on_step=progress.step, on_evaluation=progress.evaluation)
+        run = run_training(settings, Path(out), resume=resume, on_step=progress.step, on_evaluation=progress.evaluation)
     with err.status("editing held-out records and measuring"):
-        evaluation = evaluate_editor(run.lm, run.editor, validation_records(settings), settings)
-    if as_json:
-        print_json({**evaluation.scores(), "seconds": run.seconds, "steps": run.editor.steps_done, "editor": str(out)})
-        return
-    console.print(scores_table(evaluation))
-    console.print(scores_footer(evaluation), highlight=False)
-    err.print(f"The editor is in {out} ({run.seconds:.0f} s). Next: malmen edit --editor {out} --facts FILE")
+        scores = evaluate_editor(run.lm, run.editor, validation_records(settings), settings).scores()
+    facts = {"seconds": round(run.seconds, 1), "steps": run.editor.steps_done, "editor": out}
+    show_training(scores, facts, run.history, as_json)
+
+
+def _train_platform(settings: Config, out: str, resume: bool, address: str | None, as_json: bool) -> None:
+    from malmen.platform.output import show_training, training_progress
+    from malmen.platform.train import Listener
+    from malmen.platform.train import train as run_training
+
+    with training_progress(settings.training.steps) as progress:
+        listener = Listener(progress.step, progress.evaluation, progress.event)
+        trained = run_training(settings, out, address=address, resume=resume, listener=listener)
+    facts: dict[str, Any] = {
+        "seconds": round(trained.seconds, 1),
+        "steps": trained.steps,
+        "editor": out,
+        "tracking_run": trained.tracking_run,
+        "registered": trained.registered.uri if trained.registered else None,
+    }
+    show_training(trained.scores, facts, trained.history, as_json)
 
 
 @app.command()
@@ -95,16 +132,17 @@ def edit(
     check_replaceable(out, "edit.json")
     records = read_records(facts, "auto")
     _refuse_contradictions(records)
-    lm, trained, config = _load(editor, model)
+    folder = _folder(editor)
+    lm, trained, config = _load(folder, model)
     with err.status(f"editing {len(records)} facts"):
         solved = trained.edit(lm, [record.edit for record in records])
     with err.status("measuring"):
-        evaluation = evaluate(lm, records, solved.shifts, config, generate=generate, solved=solved)
+        evaluation = evaluate(lm, records, solved.shifts, config, generate=generate, residual=solved.mean_residual())
     manifest: dict[str, Any] = {
         "base_model": lm.fingerprint(),
         "model": config.model.model_dump(mode="json"),
         "data": config.data.model_dump(mode="json"),
-        "editor": {"folder": str(editor), "step": read_state(editor)["step"]},
+        "editor": {"folder": editor, "step": read_state(folder)["step"]},
         "facts": [asdict(record.edit) for record in records],
         "scores": evaluation.scores(),
     }
@@ -114,8 +152,8 @@ def edit(
         return
     shown = [fact for fact in evaluation.facts if fact.role == "edit"]
     console.print(facts_table(shown[:50], f"{len(shown)} facts" + (", the first 50" if len(shown) > 50 else "")))
-    console.print(scores_table(evaluation))
-    console.print(scores_footer(evaluation), highlight=False)
+    console.print(scores_table(evaluation.scores()))
+    console.print(scores_footer(evaluation.scores()), highlight=False)
     err.print(f'The edit is in {out}. Next: malmen generate --edits {out} "a prompt"')
 
 
@@ -136,7 +174,7 @@ def evaluate_command(
     from malmen.sampling import validation_records
     from malmen.training import evaluate_sets
 
-    lm, trained, config = _load(editor, model)
+    lm, trained, config = _load(_folder(editor), model)
     some = read_records(records, "auto") if records else validation_records(config)
     number = edits or config.training.num_edits
     with err.status(f"editing {sets} × {number} records and measuring"):
@@ -145,8 +183,8 @@ def evaluate_command(
         rows = [{**evaluation.scores(), "shift_ratio": evaluation.shift_ratio} for evaluation in found]
         print_json(rows[0] if sets == 1 else {"sets": rows, "mean": mean_scores(rows)})
     elif sets == 1:
-        console.print(scores_table(found[0]))
-        console.print(scores_footer(found[0]), highlight=False)
+        console.print(scores_table(found[0].scores()))
+        console.print(scores_footer(found[0].scores()), highlight=False)
     else:
         console.print(spread_table([evaluation.scores() for evaluation in found]))
 
@@ -281,7 +319,16 @@ def mean_scores(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {name: sum(row[name] for row in rows) / len(rows) for name in names}
 
 
-def _load(folder: Path, model: str | None) -> tuple[Any, Any, Any]:
+def _folder(editor: str) -> str | Path:
+    """Where an editor lies; one of the model registry is fetched."""
+    if not editor.startswith("models:/"):
+        return editor
+    from malmen.platform.registry import download_editor
+
+    return download_editor(editor)
+
+
+def _load(folder: str | Path, model: str | None) -> tuple[Any, Any, Any]:
     """The base model, the editor trained for it, and its config."""
     from malmen.checkpoint import load_editor, read_config
     from malmen.lm import load_lm
@@ -326,10 +373,11 @@ def _options(
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
-def main() -> None:
-    """Exit codes: 0 done, 1 failed, 2 wrong usage."""
+def main(first: Sequence[str] = ()) -> None:
+    """Exit codes: 0 done, 1 failed, 2 wrong usage. `first` goes before the arguments of the command line."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is open is closed, and runs are ended
     try:
-        app()  # wrong usage exits with 2 by itself
+        app([*first, *sys.argv[1:]])  # wrong usage exits with 2 by itself
     except EditError as error:
         print(f"malmen: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,14 +13,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from malmen.evaluate import Evaluation, FactReport
+from malmen.evaluate import FactReport
 from malmen.meta import StepReport
 
 # No markup: what is printed holds prompts, answers and paths of users.
 out = Console(markup=False)
 err = Console(stderr=True, markup=False)
 
-_ROLES = {"edit": "the edits (ES)", "equivalent": "rephrasings (GS)", "unrelated": "unrelated (LS)"}
+_ROLES = {
+    "edit_success": "the edits (ES)",
+    "generalization_success": "rephrasings (GS)",
+    "locality_success": "unrelated (LS)",
+}
+_WAYS = (("", "tokens"), ("_exact", "whole answers"), ("_generated", "generated freely"))
 
 
 def print_json(value: Any) -> None:
@@ -32,15 +38,17 @@ def percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f}"
 
 
-def scores_table(evaluation: Evaluation) -> Table:
-    """Before | after, for each role and way of measuring."""
-    table = Table(title=f"{evaluation.edits} edits at once: right answers in %, before → after")
+def scores_table(scores: Mapping[str, Any]) -> Table:
+    """Before | after, for each role and way of measuring (Evaluation.scores)."""
+    table = Table(title=f"{scores['edits']} edits at once: right answers in %, before → after")
     table.add_column("asked")
-    for heading in ("tokens", "whole answers", "generated freely"):
+    ways = [
+        (suffix, heading) for suffix, heading in _WAYS if any(scores.get(name + suffix) is not None for name in _ROLES)
+    ]
+    for _, heading in ways:
         table.add_column(heading, justify="right")
-    for role, label in _ROLES.items():
-        before, after = evaluation.before[role], evaluation.after[role]
-        cells = zip(vars(before).values(), vars(after).values(), strict=True)
+    for name, label in _ROLES.items():
+        cells = [(scores.get(f"{name}{suffix}_before"), scores.get(f"{name}{suffix}")) for suffix, _ in ways]
         table.add_row(label, *(f"{percent(old)} → {percent(new)}" for old, new in cells))
     return table
 
@@ -57,15 +65,14 @@ def spread_table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def scores_footer(evaluation: Evaluation) -> str:
+def scores_footer(scores: Mapping[str, Any]) -> str:
     """The numbers that have no before."""
-    parts = [f"largest ‖S‖/‖W‖ {max(evaluation.shift_ratio.values()):.3f}"]
-    if evaluation.locality_agreement is not None:
-        parts.insert(
-            0, f"unrelated tokens predicted as by the unedited model {percent(evaluation.locality_agreement)} %"
-        )
-    if evaluation.mean_residual is not None:
-        parts.append(f"mean residual {evaluation.mean_residual:.3f}")
+    parts = [f"largest ‖S‖/‖W‖ {scores['max_shift_ratio']:.3f}"]
+    if scores["locality_agreement"] is not None:
+        agreement = percent(scores["locality_agreement"])
+        parts.insert(0, f"unrelated tokens predicted as by the unedited model {agreement} %")
+    if scores["mean_residual"] is not None:
+        parts.append(f"mean residual {scores['mean_residual']:.3f}")
     return " · ".join(parts)
 
 
@@ -86,17 +93,29 @@ def facts_table(facts: list[FactReport], title: str) -> Table:
 class TrainingProgress:
     """A bar with losses and rate; plain lines where nobody watches."""
 
-    def __init__(self, progress: Progress, steps: int, done: int) -> None:
+    def __init__(self, progress: Progress, steps: int) -> None:
         self.progress, self.steps = progress, steps
-        self.task = progress.add_task("meta-training", total=steps, completed=done, losses="")
+        self.task = progress.add_task("meta-training", total=steps, losses="starting")
+        self.last: tuple[float, int] | None = None  # when the last line was printed, and at which step
 
     def step(self, step: int, report: StepReport) -> None:
         """After each step."""
         losses = f"L_gen {report.generalization_loss:.3f} L_loc {report.locality_loss:.4f} |∇| {report.grad_norm:.2g}"
-        rate = f"{sum(report.seconds.values()):.2f} s/step"
-        self.progress.update(self.task, completed=step, losses=f"{losses} {rate}")
+        now = time.monotonic()
+        if self.last is None:
+            self.last = (now, step)
+            self.progress.reset(self.task, total=self.steps, completed=step)  # the bar's rate counts from here
+        self.progress.update(self.task, completed=step, losses=losses)
         if not err.is_terminal and (step % max(1, self.steps // 10) == 0 or step == self.steps):
-            err.print(f"step {step}/{self.steps}  {losses}  {rate}", highlight=False)
+            since, first = self.last
+            rate = (now - since) / max(1, step - first)
+            left = f"{rate * (self.steps - step):.0f} s left" if step > first else ""
+            err.print(f"step {step}/{self.steps}  {losses}  {rate:.2f} s/step  {left}", highlight=False)
+            self.last = (now, step)
+
+    def event(self, text: str) -> None:
+        """Something to know of: a resumption, a loss."""
+        err.print(text, highlight=False)
 
     def evaluation(self, step: int, scores: dict[str, Any]) -> None:
         """After each evaluation on held-out records."""
@@ -112,8 +131,34 @@ class TrainingProgress:
         err.print(f"step {step}: held-out {shares}", highlight=False)
 
 
+def show_training(
+    scores: Mapping[str, Any], facts: Mapping[str, Any], history: Sequence[Mapping[str, Any]], as_json: bool
+) -> None:
+    """The end of a training run."""
+    stages = mean_seconds(history)
+    if as_json:
+        print_json({**scores, **facts, "seconds_per_step": stages})
+        return
+    out.print(scores_table(scores))
+    out.print(scores_footer(scores), highlight=False)
+    if stages:
+        shown = " · ".join(f"{stage} {seconds:.3g}" for stage, seconds in stages.items())
+        out.print(f"mean seconds of a step: {shown}", highlight=False, soft_wrap=True)
+    where = f"The editor is in {facts['editor']} ({facts['seconds']:.0f} s)"
+    registered = f", registered as {facts['registered']}" if facts.get("registered") else ""
+    err.print(f"{where}{registered}. Next: malmen edit --editor {facts['editor']} --facts FILE", soft_wrap=True)
+
+
+def mean_seconds(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """By stage, without the first step, which warms up."""
+    steps = [row["seconds"] for row in history if "seconds" in row]
+    steps = steps[1:] or steps
+    names = dict.fromkeys(stage for row in steps for stage in row)
+    return {stage: round(sum(row.get(stage, 0.0) for row in steps) / len(steps), 4) for stage in names}
+
+
 @contextmanager
-def training_progress(steps: int, done: int = 0) -> Iterator[TrainingProgress]:
+def training_progress(steps: int) -> Iterator[TrainingProgress]:
     """Progress of a training run on standard error."""
     columns = (
         TextColumn("{task.description}"),
@@ -124,4 +169,4 @@ def training_progress(steps: int, done: int = 0) -> Iterator[TrainingProgress]:
         TextColumn("{task.fields[losses]}"),
     )
     with Progress(*columns, console=err, disable=not err.is_terminal) as progress:
-        yield TrainingProgress(progress, steps, done)
+        yield TrainingProgress(progress, steps)

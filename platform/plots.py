@@ -15,9 +15,10 @@ def plot_training(history: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(10, 4), layout="constrained")
     FigureCanvasAgg(figure)
     losses, scores = figure.subplots(1, 2)
-    steps = [row["step"] for row in history]
+    trained = [row for row in history if "meta_loss" in row]
+    steps = [row["step"] for row in trained]
     for name, label in (("generalization_loss", "L_gen"), ("locality_loss", "L_loc")):
-        losses.plot(steps, [max(row[name], 1e-6) for row in history], label=label)
+        losses.plot(steps, [max(row[name], 1e-6) for row in trained], label=label)
     losses.set(xlabel="step", ylabel="loss", yscale="log", title="meta loss")
     losses.legend()
     names = (("edit_success", "ES"), ("generalization_success", "GS"), ("locality_success", "LS"))

@@ -8,10 +8,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from malmen.checkpoint import load_editor
 from malmen.config import load_config
 from malmen.data.world import NUM_HELD_OUT, NUM_SUBJECTS, RELATIONS
 from malmen.evaluate import Evaluation, FactReport
 from malmen.files import check_replaceable, whole_file
+from malmen.lm import load_lm
 from malmen.platform.output import (
     err,
     facts_table,
@@ -22,8 +24,9 @@ from malmen.platform.output import (
     training_progress,
 )
 from malmen.platform.plots import plot_training
+from malmen.platform.train import Listener, train
 from malmen.sampling import validation_records
-from malmen.training import evaluate_editor, train
+from malmen.training import evaluate_editor
 
 _MARK = ".quickstart"  # says that a folder is ours to replace
 
@@ -39,11 +42,13 @@ def run_quickstart(config_path: Path, overrides: list[str], folder: Path, *, as_
         highlight=False,
     )
     with training_progress(config.training.steps) as progress:
-        run = train(config, folder, on_step=progress.step, on_evaluation=progress.evaluation)
+        listener = Listener(progress.step, progress.evaluation, progress.event)
+        trained = train(config, folder, listener=listener)
     with err.status("editing held-out facts and measuring"):
-        evaluation = evaluate_editor(run.lm, run.editor, validation_records(config), config)
-    plot_training(run.history, folder / "training.png")
-    result = _result(evaluation, run.editor.steps_done, time.perf_counter() - start, config.model_dump(mode="json"))
+        lm = load_lm(config.model)
+        evaluation = evaluate_editor(lm, load_editor(folder, lm), validation_records(config), config)
+    plot_training(trained.history, folder / "training.png")
+    result = _result(evaluation, trained.steps, time.perf_counter() - start, config.model_dump(mode="json"))
     whole_file(folder / "result.json", json.dumps(result, indent=1) + "\n")
     _write_example_facts(folder / "facts.jsonl", evaluation)
     if as_json:
@@ -73,8 +78,8 @@ def _write_example_facts(path: Path, evaluation: Evaluation) -> None:
 
 def _show(evaluation: Evaluation, folder: Path, seconds: float) -> None:
     out.print(facts_table(_examples(evaluation.facts), "A few answers of the model"))
-    out.print(scores_table(evaluation))
-    out.print(scores_footer(evaluation), highlight=False)
+    out.print(scores_table(evaluation.scores()))
+    out.print(scores_footer(evaluation.scores()), highlight=False)
     out.print(
         f"\nDone in {seconds:.0f} s. The editor, training.png and result.json are in {folder}.\n"
         "What to try next:\n"

@@ -37,6 +37,12 @@ class EncodedFact:
         """Tokens the model runs for it."""
         return len(self.input_ids) + len(self.encoder_ids or ())
 
+    def num_traced(self, stack: str, tokens: str) -> int:
+        """How many of its tokens are traced in a stack, see TokenBatch.traced_mask."""
+        if stack != "decoder":
+            return len(self.encoder_ids or ())
+        return len(self.input_ids) if tokens == "all" else len(self.targets)
+
 
 @dataclass(frozen=True)
 class TokenBatch:
@@ -47,6 +53,7 @@ class TokenBatch:
     targets: Tensor  # (answer tokens,)
     facts: Tensor  # (facts,): each row's index in the list that was batched
     masks: dict[str, Tensor]  # real (not padded) tokens of each stack, (facts, length) bool
+    counts: bool = True  # False: run only because other processes run one at the same time; the result is dropped
 
     def traced_mask(self, stack: str, tokens: str) -> Tensor:
         """The tokens whose keys and value gradients are used (§5: those that output the answer).
@@ -69,6 +76,7 @@ class TokenBatch:
             self.targets.to(device),
             self.facts.to(device),
             {name: tensor.to(device) for name, tensor in self.masks.items()},
+            self.counts,
         )
 
 

@@ -1,19 +1,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from full_disk import full_disk
 from small_runs import make_config
 from torch.testing import assert_close
 
-from malmen.checkpoint import latest_checkpoint, load_edit, load_editor, read_config, save_checkpoint, save_edit
+from malmen.checkpoint import (
+    best_checkpoint,
+    latest_checkpoint,
+    load_edit,
+    load_editor,
+    read_config,
+    read_state,
+    save_checkpoint,
+    save_edit,
+)
 from malmen.data.world import world_records
 from malmen.editor import Editor
 from malmen.errors import EditError
 from malmen.lm import LanguageModel, load_lm
+from malmen.storage import RunStore
 from malmen.training import make_editor, train
 
 
@@ -22,6 +35,32 @@ def saved(lm: LanguageModel, tmp_path: Path) -> Path:
     """A run's folder with one checkpoint."""
     save_checkpoint(tmp_path / "run", make_editor(lm, make_config()), lm.fingerprint())
     return tmp_path / "run"
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    """A run on a storage that is no disk."""
+    yield "memory://bucket/run"
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture(params=["disk", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, memory: str) -> str | Path:
+    """A run's folder on a disk, and one elsewhere."""
+    return memory if request.param == "memory" else tmp_path / "run"
+
+
+def _measured(success: float) -> dict[str, Any]:
+    return {"edit_success": success, "generalization_success": success, "locality_success": None}
+
+
+def _practise(editor: Editor) -> None:
+    """One Adam step on gradients that θ determines."""
+    for parameter in editor.parameters():
+        parameter.grad = torch.cos(parameter.detach())
+    editor.optimizer().step()
+    editor.steps_done += 1
 
 
 def test_a_checkpoint_holds_the_config_and_edits_like_the_run_did(lm: LanguageModel, tmp_path: Path) -> None:
@@ -34,12 +73,100 @@ def test_a_checkpoint_holds_the_config_and_edits_like_the_run_did(lm: LanguageMo
         assert torch.equal(shifts[name], shift)
 
 
-def test_only_the_newest_two_checkpoints_are_kept(lm: LanguageModel, tmp_path: Path) -> None:
+def test_only_the_newest_checkpoints_are_kept(lm: LanguageModel, place: str | Path) -> None:
     editor = make_editor(lm, make_config())
     for editor.steps_done in (2, 4, 6):
-        save_checkpoint(tmp_path, editor, lm.fingerprint())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-0000004", "checkpoint-0000006"]
-    assert latest_checkpoint(tmp_path).name == "checkpoint-0000006"
+        save_checkpoint(place, editor, lm.fingerprint())
+    assert RunStore(place).checkpoints() == ["checkpoint-0000004", "checkpoint-0000006"]
+    assert latest_checkpoint(place) == RunStore(place).join("checkpoint-0000006")
+    editor.steps_done = 8
+    written = save_checkpoint(place, editor, lm.fingerprint(), keep=1)
+    assert RunStore(place).checkpoints() == ["checkpoint-0000008"]
+    assert written == latest_checkpoint(place) == best_checkpoint(place)  # where none has a score, the newest is best
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(lm: LanguageModel, place: str | Path) -> None:
+    editor = make_editor(lm, make_config())
+    kept = []
+    for editor.steps_done, success in enumerate([0.5, 0.9, 0.8, None, 0.9, 0.7, 0.6], start=1):
+        save_checkpoint(place, editor, lm.fingerprint(), _measured(success) if success else None)
+        kept.append([int(name[-1]) for name in RunStore(place).checkpoints()])
+    assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [4, 5], [5, 6], [5, 6, 7]]  # of equals, the newest
+    assert best_checkpoint(place) == RunStore(place).join("checkpoint-0000005")
+    assert read_state(best_checkpoint(place))["score"] == pytest.approx(0.9)
+    assert read_state(place)["scores"] == _measured(0.6)
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_removed(lm: LanguageModel, tmp_path: Path) -> None:
+    editor = make_editor(lm, make_config())
+    for editor.steps_done in (1, 2, 3):
+        save_checkpoint(tmp_path, editor, lm.fingerprint(), keep=1)
+        if editor.steps_done == 1:
+            (tmp_path / "checkpoint-0000001" / "state.json").write_text("{")
+    assert RunStore(tmp_path).checkpoints() == ["checkpoint-0000001", "checkpoint-0000003"]
+    assert best_checkpoint(tmp_path) == tmp_path / "checkpoint-0000003"
+
+
+def test_what_a_caller_adds_is_in_the_state(lm: LanguageModel, place: str | Path) -> None:
+    save_checkpoint(place, make_editor(lm, make_config()), lm.fingerprint(), extra={"mlflow_run": "a1"})
+    state = read_state(place)
+    assert (state["mlflow_run"], state["step"], state["score"]) == ("a1", 0, None)
+
+
+def test_an_editor_goes_on_from_anywhere_as_if_it_had_never_stopped(lm: LanguageModel, place: str | Path) -> None:
+    editor = make_editor(lm, make_config())
+    for _ in range(2):
+        _practise(editor)
+    save_checkpoint(place, editor, lm.fingerprint())
+    drawn = torch.rand(3)
+    resumed = load_editor(str(place), lm, optimizer=True)
+    assert torch.equal(torch.rand(3), drawn)
+    assert read_config(place) == resumed.config == make_config()
+    for one in (editor, resumed):
+        _practise(one)
+    assert resumed.steps_done == 3
+    for name, value in editor.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value), name
+
+
+def test_a_checkpoint_is_safetensors_and_json_only(lm: LanguageModel, place: str | Path) -> None:
+    save_checkpoint(place, make_editor(lm, make_config()), lm.fingerprint())
+    with RunStore(latest_checkpoint(place)).fetch() as folder:
+        files = sorted(path.name for path in folder.iterdir())
+    assert files == ["config.json", "editor.safetensors", "optimizer.safetensors", "state.json"]
+
+
+@pytest.mark.parametrize("file", ["config.json", "editor.safetensors", "optimizer.safetensors", "state.json"])
+def test_an_upload_that_breaks_off_leaves_the_earlier_checkpoint_the_newest(
+    lm: LanguageModel, memory: str, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    editor = make_editor(lm, make_config())
+    before = {name: value.clone() for name, value in editor.state_dict().items()}
+    save_checkpoint(memory, editor, lm.fingerprint())
+    _practise(editor)
+    with monkeypatch.context() as patch:
+        put_file = MemoryFileSystem.put_file
+
+        def break_off(fs: MemoryFileSystem, local: str, remote: str) -> None:
+            if remote.endswith(file):
+                raise ConnectionResetError("connection reset")
+            put_file(fs, local, remote)
+
+        patch.setattr(MemoryFileSystem, "put_file", break_off)
+        with pytest.raises(ConnectionResetError):
+            save_checkpoint(memory, editor, lm.fingerprint())
+    assert latest_checkpoint(memory) == f"{memory}/checkpoint-0000000"
+    for name, value in load_editor(memory, lm).state_dict().items():
+        assert torch.equal(value, before[name]), name
+    save_checkpoint(memory, editor, lm.fingerprint())
+    assert load_editor(memory, lm, optimizer=True).steps_done == 1
+
+
+def test_a_damaged_file_elsewhere_is_named_by_its_url(lm: LanguageModel, memory: str) -> None:
+    save_checkpoint(memory, make_editor(lm, make_config()), lm.fingerprint())
+    MemoryFileSystem().rm_file("/bucket/run/checkpoint-0000000/editor.safetensors")
+    with pytest.raises(EditError, match=rf"{memory}/checkpoint-0000000/editor\.safetensors: .*damaged or incomplete"):
+        load_editor(memory)
 
 
 def test_an_editor_of_another_model_is_refused(lm: LanguageModel, saved: Path) -> None:
@@ -81,9 +208,10 @@ def test_tensors_that_do_not_fit_the_config_are_refused(saved: Path) -> None:
         load_editor(saved)
 
 
-def test_a_folder_without_an_editor_says_what_was_expected(tmp_path: Path) -> None:
-    with pytest.raises(EditError, match="holds no trained editor"):
-        load_editor(tmp_path)
+def test_a_folder_without_an_editor_says_what_was_expected(place: str | Path) -> None:
+    for ask in (load_editor, latest_checkpoint, best_checkpoint, read_state, read_config):
+        with pytest.raises(EditError, match=f"{place} holds no trained editor"):
+            ask(place)
 
 
 def test_an_edit_is_saved_whole_and_refused_for_another_model(lm: LanguageModel, tmp_path: Path) -> None:

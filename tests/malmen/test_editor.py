@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from malmen.data.tokens import EncodedFact, make_batches
 from malmen.errors import EditError
-from malmen.meta import MetaBatch, generalization_backward, locality_backward
+from malmen.meta import MetaBatch, meta_backward
 from malmen.trace import Traces, trace
 
 pytestmark = pytest.mark.usefixtures("exact")
@@ -34,9 +34,8 @@ def staged_gradient(setup: Setup, batch: MetaBatch) -> tuple[dict[str, Tensor], 
     editor.observe(traces)
     solved = editor.solve(traces, training=True)
     leaves = {name: shift.requires_grad_() for name, shift in solved.shifts.items()}
-    generalization_backward(lm, leaves, make_batches(batch.equivalents, budget, 0), 1 / len(batch.equivalents))
-    unrelated = make_batches(batch.unrelated, budget, 0)
-    locality_backward(lm, editor.layers, leaves, unrelated, 1 / len(batch.unrelated), 0.7)
+    scales = (1 / len(batch.equivalents), 1 / len(batch.unrelated))
+    meta_backward(lm, editor.layers, leaves, batch, scales, 0.7, lambda facts: make_batches(facts, budget, 0), {})
     editor.backward(solved, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None})
     grads = {name: value.grad for name, value in editor.named_parameters() if value.grad is not None}
     return {name: shift.detach() for name, shift in solved.shifts.items()}, grads

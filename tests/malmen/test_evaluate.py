@@ -9,7 +9,7 @@ from small_runs import make_config
 
 from malmen.data.records import EditRecord, Fact
 from malmen.data.world import world_records
-from malmen.evaluate import evaluate, predict, shift_ratio
+from malmen.evaluate import evaluate, predict_tokens, shift_ratio
 from malmen.facts import fact_encoder
 from malmen.layers import find_layers
 from malmen.lm import LanguageModel
@@ -75,7 +75,7 @@ def test_success_is_the_share_of_answer_tokens_and_of_whole_answers_that_are_the
 def test_predictions_come_in_the_order_of_facts_however_they_are_batched(lm: LanguageModel, budget: int) -> None:
     encoder = fact_encoder(lm, make_config().data)
     facts = [encoder.encode(record.unrelated[0]) for record in world_records("validation")[:20]]
-    assert predict(lm, facts, budget) == [fact.targets for fact in facts]  # the model knows them
+    assert predict_tokens(lm, facts, budget) == [fact.targets for fact in facts]  # the model knows them
 
 
 def test_what_was_not_given_is_not_measured(lm: LanguageModel) -> None:

@@ -8,7 +8,7 @@ from full_disk import full_disk
 from safetensors.torch import save_file
 
 from malmen.errors import EditError
-from malmen.files import check_replaceable, whole_file, whole_folder
+from malmen.files import check_replaceable, remove_folder, whole_file, whole_folder
 
 
 def _content(folder: Path) -> dict[str, bytes | None]:
@@ -104,3 +104,23 @@ def test_a_full_disk_is_an_os_error_that_names_the_folder_and_leaves_the_old_one
     ):
         save_file({"a": torch.zeros(1000)}, fresh / "a.safetensors")
     assert _content(target.parent) == before
+
+
+def test_a_folder_is_removed_with_all_that_is_in_it(target: Path) -> None:
+    (target / "deep").mkdir()
+    (target / "deep" / "file").write_text("")
+    remove_folder(target)
+    assert _content(target.parent) == {}
+
+
+def test_a_removal_that_breaks_off_leaves_no_part_of_the_folder_in_its_place(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_off(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.unlink", break_off)
+    with pytest.raises(KeyboardInterrupt):
+        remove_folder(target)
+    monkeypatch.undo()
+    assert not target.exists()

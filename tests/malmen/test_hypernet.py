@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from malmen.hypernet import HyperNetwork, RunningNorm
+from malmen.hypernet import HyperNetwork, RunningNorm, Statistics
 
 
 def _rows(number: int = 50, features: int = 6) -> torch.Tensor:
@@ -17,7 +17,7 @@ def test_any_cut_of_the_rows_gives_the_statistics_of_all(size: int) -> None:
     rows = _rows()
     norm = RunningNorm(2, 6)
     for part in rows.split(size):
-        norm.observe(1, part)
+        norm.merge(1, Statistics.of(part))
     assert_close(norm.mean[1], rows.mean(0), rtol=1e-12, atol=0)
     assert_close(norm.deviation()[1], rows.std(0, correction=0), rtol=1e-12, atol=0)
     assert_close(norm.mean[0], torch.zeros(6, dtype=torch.float64))
@@ -26,15 +26,15 @@ def test_any_cut_of_the_rows_gives_the_statistics_of_all(size: int) -> None:
 def test_one_row_leaves_finite_statistics_that_later_rows_mend() -> None:
     rows = _rows()
     norm = RunningNorm(1, 6)
-    norm.observe(0, rows[:1])
+    norm.merge(0, Statistics.of(rows[:1]))
     assert_close(norm(torch.tensor([0]), rows[:1]), torch.zeros(1, 6, dtype=torch.float64))
-    norm.observe(0, rows[1:])
+    norm.merge(0, Statistics.of(rows[1:]))
     assert_close(norm.deviation()[0], rows.std(0, correction=0), rtol=1e-12, atol=0)
 
 
 def test_no_rows_change_nothing() -> None:
     norm = RunningNorm(1, 6)
-    norm.observe(0, _rows()[:0])
+    norm.merge(0, Statistics.of(_rows()[:0]))
     assert float(norm.count) == 0
 
 
@@ -42,11 +42,11 @@ def test_a_feature_that_never_varies_is_not_blown_up() -> None:
     rows = torch.full((1000, 3), 0.1, dtype=torch.float32)
     norm = RunningNorm(1, 3)
     for part in rows.split(17):
-        norm.observe(0, part)
+        norm.merge(0, Statistics.of(part))
     assert norm(torch.tensor([0]), rows[:1]).abs().max() < 1e-6
 
 
-def test_statistics_do_not_change_outside_observe() -> None:
+def test_statistics_do_not_change_outside_merge() -> None:
     net = HyperNetwork(1, 4, 2, rank=3).double().train()
     before = {name: value.clone() for name, value in net.norm.state_dict().items()}
     rows = _rows(5)
@@ -57,7 +57,7 @@ def test_statistics_do_not_change_outside_observe() -> None:
 def test_the_network_is_the_identity_of_the_normalised_input_at_the_start() -> None:
     rows = _rows()
     net = HyperNetwork(1, 4, 2, rank=3, edit_lr=0.01).double()
-    net.norm.observe(0, rows)
+    net.norm.merge(0, Statistics.of(rows))
     layers = torch.zeros(len(rows), dtype=torch.long)
     pseudo_keys, scaled_grads = net(layers, rows[:, :4], rows[:, 4:])
     normal = (rows - rows.mean(0)) / rows.std(0, correction=0)
@@ -68,7 +68,7 @@ def test_the_network_is_the_identity_of_the_normalised_input_at_the_start() -> N
 def test_every_parameter_that_can_learn_at_the_start_has_a_gradient() -> None:
     rows = _rows()
     net = HyperNetwork(1, 4, 2, rank=3, edit_lr=0.01).double()
-    net.norm.observe(0, rows)
+    net.norm.merge(0, Statistics.of(rows))
     pseudo_keys, scaled_grads = net(torch.zeros(len(rows), dtype=torch.long), rows[:, :4], rows[:, 4:])
     (pseudo_keys.sum() + (scaled_grads * torch.randn_like(scaled_grads)).sum()).backward()
     silent = {name for name, value in net.named_parameters() if value.grad is None or not value.grad.any()}
@@ -84,7 +84,7 @@ def test_rows_of_different_layers_can_share_a_batch() -> None:
         for parameter in net.parameters():
             parameter.add_(torch.randn_like(parameter))
     for layer in range(3):
-        net.norm.observe(layer, rows[layer:])
+        net.norm.merge(layer, Statistics.of(rows[layer:]))
     layers = torch.tensor([0, 2, 1, 1, 0, 2, 2, 0, 1])
     together = net(layers, rows[:, :4], rows[:, 4:])
     for index, layer in enumerate(layers):

@@ -41,7 +41,7 @@ def test_a_killed_and_resumed_run_ends_in_the_same_editor(
     with pytest.raises(Stopped):
         train(make_config(), tmp_path, lm=lm, on_step=_stop_at(killed_at))
     torch.manual_seed(99)  # whatever the process did in between
-    resumed = train(make_config(), tmp_path, lm=lm, resume=True)
+    resumed = train(make_config(), tmp_path, lm=lm)  # the same command
     assert [row["step"] for row in resumed.history] == [1, 2, 3, 4, 5, 6]
     lines = (tmp_path / "history.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
@@ -75,7 +75,7 @@ def test_resuming_with_another_config_is_refused_and_names_the_keys(lm: Language
 
 def test_a_run_is_not_overwritten(lm: LanguageModel, tmp_path: Path) -> None:
     train(make_config(steps=1), tmp_path, lm=lm)
-    with pytest.raises(EditError, match="already holds a run"):
+    with pytest.raises(EditError, match="already holds a finished run"):
         train(make_config(steps=1), tmp_path, lm=lm)
 
 

@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 from small_runs import SMALL
 
 from malmen.data.world import world_records
 from malmen.platform.cli import main
 
+SUPPORT = str(Path(__file__).parents[1] / "support")
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -41,7 +45,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of `malmen train`; nobody changes it."""
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
-        patch.setattr(sys, "argv", ["malmen", "train", "builtin", *SMALL, "--out", str(folder), "--json"])
+        patch.setattr(sys, "argv", ["malmen", "train", "builtin", *SMALL, "--local", "--out", str(folder), "--json"])
         main()
     assert not stop.value.code
     return folder
@@ -54,3 +58,19 @@ def facts(tmp_path: Path) -> Path:
     rows = [record.edit for record in world_records("validation")[:3]]
     file.write_text("".join(json.dumps({"prompt": fact.prompt, "answer": fact.answer}) + "\n" for fact in rows))
     return file
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """One Ray cluster for the whole session, with room for every test's roles."""
+    os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.1"
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": SUPPORT}},
+    )
+    yield
+    ray.shutdown()

@@ -18,13 +18,13 @@ pytestmark = pytest.mark.slow  # loads models and trains, again and again
 
 
 def test_train_resumes_and_prints_json(malmen: Run, tmp_path: Path) -> None:
-    code, _, _ = malmen("train", "builtin", *SMALL, "--out", tmp_path / "run")
+    code, _, _ = malmen("train", "builtin", *SMALL, "--local", "--out", tmp_path / "run")
     assert code == 0
-    code, out, _ = malmen("train", "builtin", *SMALL, "--out", tmp_path / "run", "--resume", "--json")
+    code, out, _ = malmen("train", "builtin", *SMALL, "--local", "--out", tmp_path / "run", "--resume", "--json")
     assert code == 0
     assert json.loads(out)["steps"] == 3
-    code, _, err = malmen("train", "builtin", *SMALL, "--out", tmp_path / "run")
-    assert (code, "--resume" in err) == (1, True)
+    code, _, err = malmen("train", "builtin", *SMALL, "--local", "--out", tmp_path / "run")
+    assert (code, "a finished run of 3 steps" in err) == (1, True)
 
 
 def test_edit_reports_each_fact_and_generate_shows_before_and_after(
@@ -111,7 +111,7 @@ def test_contradicting_facts_are_refused(malmen: Run, trained: Path, tmp_path: P
 
 def test_a_truncated_checkpoint_is_one_message(malmen: Run, tmp_path: Path, facts: Path) -> None:
     folder = tmp_path / "run"
-    assert malmen("train", "builtin", *SMALL, "--out", folder, "--json")[0] == 0
+    assert malmen("train", "builtin", *SMALL, "--local", "--out", folder, "--json")[0] == 0
     file = latest_checkpoint(folder) / "editor.safetensors"
     file.write_bytes(file.read_bytes()[:500])
     code, _, err = malmen("edit", "--editor", folder, "--facts", facts, "--out", tmp_path / "edit")

@@ -75,10 +75,10 @@ def test_what_was_not_measured_is_a_dash() -> None:
     nothing = Success(None, None, None)
     table = {"edit": Success(0.25, 0.0, None), "equivalent": nothing, "unrelated": nothing}
     evaluation = Evaluation(3, table, table, None, None, {"a": 0.1, "b": 0.2})
-    printed = _printed(scores_table(evaluation))
+    printed = _printed(scores_table(evaluation.scores()))
     assert "25.0 → 25.0" in printed
     assert "– → –" in printed
-    assert scores_footer(evaluation) == "largest ‖S‖/‖W‖ 0.200"
+    assert scores_footer(evaluation.scores()) == "largest ‖S‖/‖W‖ 0.200"
 
 
 def test_several_evaluations_are_shown_by_mean_least_and_largest() -> None:

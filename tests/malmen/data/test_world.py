@@ -7,7 +7,7 @@ from malmen.config import Config
 from malmen.data.world import NUM_HELD_OUT, RELATIONS, make_world, world_records
 from malmen.data.world_model import WORLD_MODEL, build_world_model, check_world_model
 from malmen.errors import EditError
-from malmen.evaluate import predict
+from malmen.evaluate import predict_tokens
 from malmen.facts import fact_encoder
 from malmen.lm import load_lm
 
@@ -19,7 +19,7 @@ def test_the_shipped_model_knows_the_facts_it_claims_to_know() -> None:
     facts = make_world().facts()[::7]
     encoder = fact_encoder(lm, config.data)
     encoded = [encoder.encode(fact) for fact in facts]
-    right = [found == fact.targets for found, fact in zip(predict(lm, encoded, 4096), encoded, strict=True)]
+    right = [found == fact.targets for found, fact in zip(predict_tokens(lm, encoded, 4096), encoded, strict=True)]
     assert sum(right) / len(right) >= 0.99
 
 

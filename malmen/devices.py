@@ -1,0 +1,31 @@
+"""Where a process computes, and in which type; it needs torch only."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from malmen.config import ModelConfig
+from malmen.errors import EditError, UsageError
+
+
+def resolve_device(config: ModelConfig) -> torch.device:
+    """Where this process would put the model."""
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise EditError(f"model.device is {name!r}, but torch sees no GPU here; use `cpu` or `auto`")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"unknown model.device {name!r}: expected `auto`, `cpu`, `cuda` or `cuda:N`") from error
+
+
+def resolve_dtype(config: ModelConfig) -> torch.dtype:
+    """The type this process would give the model's weights."""
+    if config.dtype == "auto":
+        on_gpu = resolve_device(config).type == "cuda"
+        return torch.bfloat16 if on_gpu and torch.cuda.is_bf16_supported() else torch.float32
+    return cast(torch.dtype, getattr(torch, config.dtype))

@@ -1,0 +1,128 @@
+"""A training run's folder: started once, gone on with by the same command, never mixed with another run's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from malmen.checkpoint import latest_checkpoint, read_config, read_state
+from malmen.config import Config, parse_config
+from malmen.errors import EditError
+from malmen.files import whole_file
+from malmen.storage import RunStore
+
+RUN, HISTORY = "run.json", "history.jsonl"
+
+# What may change between a run and its resumption without changing θ.
+_FREE_SECTIONS = ("batch.", "lm.", "cluster.", "tracking.")
+_FREE = {"training.eval_every", "training.eval_edits", "training.checkpoint_every", "training.keep_checkpoints"}
+
+
+@dataclass
+class RunFolder:
+    """Where a run stands."""
+
+    store: RunStore
+    config: Config
+    checkpoint: str | Path | None  # the newest, if there is any
+    steps_done: int
+    facts: dict[str, Any] = field(default_factory=dict)  # what the run noted of itself, e.g. its MLflow run
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, location: str | Path, config: Config, *, resume: bool = False) -> RunFolder:
+        """A new run, or the unfinished one of the same config that is there. `resume` says that there must be one."""
+        store = RunStore(location)
+        found = _read_run(store)
+        if found is None:
+            if resume:
+                raise EditError(f"{store.location} holds no run to resume; leave --resume out to start one")
+            if store.exists(HISTORY) or store.checkpoints():
+                raise EditError(f"{store.location} holds files of a run but no {RUN}; choose another --out")
+            store.check_writable()
+            return cls(store, config, None, 0)
+        names = store.checkpoints()
+        checkpoint = latest_checkpoint(location) if names else None
+        _check_same(store, read_config(checkpoint) if checkpoint else parse_config(found["config"], RUN), config)
+        done = int(read_state(checkpoint)["step"]) if checkpoint else 0
+        if done >= config.training.steps and not resume:
+            raise EditError(
+                f"{store.location} already holds a finished run of {done} steps; choose another --out, or raise "
+                "training.steps to go on with it"
+            )
+        store.check_writable()
+        return cls(store, config, checkpoint, done, found["facts"], _read_history(store, done))
+
+    def begin(self, facts: Mapping[str, Any] | None = None) -> None:
+        """From here on the folder holds this run, with what it notes of itself; nothing was written before."""
+        self.facts.update(facts or {})
+        content = {"config": self.config.model_dump(mode="json"), "facts": self.facts}
+        self.store.write_text(RUN, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        if self.history and isinstance(self.store.location, Path):  # without the rows of steps to be run again
+            whole_file(self.store.location / HISTORY, _lines(self.history))
+
+    def add(self, row: dict[str, Any]) -> None:
+        """A row of the history. On a disk it is there at once; elsewhere with the next `flush`."""
+        self.history.append(row)
+        if isinstance(self.store.location, Path):
+            with (self.store.location / HISTORY).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+    def flush(self) -> None:
+        """Write the whole history where it cannot be appended to."""
+        if not self.store.is_local:
+            self.store.write_text(HISTORY, _lines(self.history))
+
+
+def _read_run(store: RunStore) -> dict[str, Any] | None:
+    if not store.exists(RUN):
+        return None
+    try:
+        found = json.loads(store.read_text(RUN))
+    except ValueError as error:
+        raise EditError(f"{store.join(RUN)} is not JSON: {error}") from error
+    if not isinstance(found, dict) or not {"config", "facts"} <= set(found):
+        raise EditError(f"{store.join(RUN)} is not a run's: expected `config` and `facts`")
+    return found
+
+
+def _check_same(store: RunStore, before: Config, now: Config) -> None:
+    free = _FREE | ({"training.steps"} if now.training.schedule == "constant" else set())
+    old = _flat(before.model_dump())
+    changed = [
+        f"{key} ({old.get(key)!r} → {value!r})"
+        for key, value in _flat(now.model_dump()).items()
+        if old.get(key) != value and key not in free and not key.startswith(_FREE_SECTIONS)
+    ]
+    if changed:
+        raise EditError(
+            f"cannot resume {store.location} with another config: {', '.join(changed)}; "
+            "use the config it was started with, or choose another --out"
+        )
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+    return flat
+
+
+def _read_history(store: RunStore, steps_done: int) -> list[dict[str, Any]]:
+    """The history up to the checkpoint; later lines belong to steps that will be run again."""
+    if not store.exists(HISTORY):
+        return []
+    rows = []
+    for line in store.read_text(HISTORY).splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:  # the last line of a killed run may be cut off
+            break
+    return [row for row in rows if row["step"] <= steps_done]
+
+
+def _lines(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)

@@ -1,0 +1,207 @@
+"""Several editors that share the work of one: who has which tokens, and where they meet.
+
+The work is divided by layer first, by tokens second. What each layer gives is a sum over its tokens, so
+shards meet in sums only: the normaliser's statistics, the normal equation, and the gradient of θ. After
+every step all editors hold the same θ, and θ itself never travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import floor
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from malmen.hypernet import Statistics
+from malmen.least_squares import DualSolution, NormalEquation, Pullback, Solution, solve_least_squares
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of one layer's tokens: of every list of them, those between two fractions of its length."""
+
+    layer: str
+    start: Fraction = Fraction(0)
+    stop: Fraction = Fraction(1)
+
+    def rows(self, count: int) -> slice:
+        """Its rows of a list of so many; the shares of a layer cover the list without overlap."""
+        return slice(floor(self.start * count), floor(self.stop * count))
+
+
+def divide(layers: Sequence[str], editors: int) -> list[list[Share]]:
+    """The layers laid end to end and cut into equal parts, one for each editor."""
+    plan: list[list[Share]] = []
+    for editor in range(editors):
+        begin, end = Fraction(editor * len(layers), editors), Fraction((editor + 1) * len(layers), editors)
+        plan.append(
+            [
+                Share(layer, max(begin, Fraction(place)) - place, min(end, Fraction(place + 1)) - place)
+                for place, layer in enumerate(layers)
+                if begin < place + 1 and end > place
+            ]
+        )
+    return plan
+
+
+class Shards(Protocol):
+    """What an editor asks of the others."""
+
+    def gather_statistics(self, mine: Mapping[str, Statistics]) -> Iterable[tuple[str, Statistics]]:
+        """Everybody's statistics, by layer, in the same order everywhere."""
+
+    def solve(self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float) -> SolvedShard:
+        """S* for all tokens of the layer, given one's own."""
+
+    def sum_shift(self, layer: str, shift: Tensor) -> Tensor:
+        """The sum of everybody's shift of the layer (MEND's way of merging)."""
+
+    def leads(self, layer: str) -> bool:
+        """Whether what must be added once for the layer is one's own to add."""
+
+    def sum_grads(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The sum of everybody's gradients, in place."""
+
+
+class SolvedShard(Protocol):
+    """A solution, seen from one's own tokens."""
+
+    @property
+    def shift(self) -> Tensor:
+        """S* (value, key)."""
+
+    def pull_back(self, shift_grad: Tensor, keys: Tensor) -> Pullback:
+        """How a gradient of S* reaches one's own tokens, whose keys are given."""
+
+
+class Alone:
+    """One editor that has all tokens of all layers."""
+
+    def gather_statistics(self, mine: Mapping[str, Statistics]) -> Iterable[tuple[str, Statistics]]:
+        """One's own."""
+        return mine.items()
+
+    def solve(self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float) -> Solution:
+        """The least-squares problem as it is."""
+        return solve_least_squares(keys, value_diffs, damping)
+
+    def sum_shift(self, layer: str, shift: Tensor) -> Tensor:
+        """One's own."""
+        return shift
+
+    def leads(self, layer: str) -> bool:
+        """There is nobody else."""
+        return True
+
+    def sum_grads(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Nothing to add."""
+
+
+@dataclass(frozen=True)
+class PartOfDual:
+    """The dual solution of a layer whose tokens are on several editors, seen from one of them."""
+
+    solution: DualSolution
+    all_keys: Tensor  # (all tokens, key)
+    rows: slice  # one's own
+
+    @property
+    def shift(self) -> Tensor:
+        """S* (value, key)."""
+        return self.solution.shift
+
+    def pull_back(self, shift_grad: Tensor, _keys: Tensor) -> Pullback:
+        """∇_D L of one's own tokens; dL/dλ of all."""
+        whole = self.solution.pull_back(shift_grad, self.all_keys)
+        assert whole.diffs_grad is not None
+        return replace(whole, diffs_grad=whole.diffs_grad[self.rows])
+
+
+class ProcessGroupShards:
+    """Editors in processes of their own, one for each rank of torch's default process group."""
+
+    def __init__(self, layer_features: Mapping[str, int]) -> None:
+        self.features = dict(layer_features)  # key + value size by layer
+        self.world_rank = dist.get_rank()
+        plan = divide(list(self.features), dist.get_world_size())
+        self.members = {
+            layer: [rank for rank, shares in enumerate(plan) if any(share.layer == layer for share in shares)]
+            for layer in self.features
+        }
+        self.groups = {layer: dist.new_group(ranks) for layer, ranks in self.members.items() if len(ranks) > 1}
+
+    def gather_statistics(self, mine: Mapping[str, Statistics]) -> Iterable[tuple[str, Statistics]]:
+        """Everybody's, by layer and rank."""
+        like = next(iter(mine.values())).mean
+        flat = torch.cat([_flatten(mine.get(layer), size, like) for layer, size in self.features.items()])
+        everybody = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+        dist.all_gather(everybody, flat)
+        sizes = [1 + 2 * size for size in self.features.values()]
+        for parts in zip(self.features, *(one.split(sizes) for one in everybody), strict=True):
+            layer, vectors = parts[0], parts[1:]
+            for vector in vectors:
+                count, mean, squares = vector.split((1, self.features[layer], self.features[layer]))
+                yield layer, Statistics(count[0], mean, squares)
+
+    def solve(self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float) -> SolvedShard:
+        """By rows where there are few, else by the sums of the normal equation."""
+        if layer not in self.groups:
+            return solve_least_squares(keys, value_diffs, damping)
+        group = self.groups[layer]
+        counts = self._counts(layer, len(keys))
+        if sum(counts) < keys.shape[1]:  # (tokens, key) is then less to send than (key, key)
+            all_keys, all_diffs = _gather_rows(keys, counts, group), _gather_rows(value_diffs, counts, group)
+            first = sum(counts[: self.members[layer].index(self.world_rank)])
+            solution = DualSolution.of(all_keys, all_diffs, damping)
+            return PartOfDual(solution, all_keys, slice(first, first + len(keys)))
+        equation = NormalEquation.of(keys, value_diffs)
+        dist.all_reduce(equation.gram, group=group)
+        dist.all_reduce(equation.cross, group=group)
+        return equation.solve(damping)
+
+    def sum_shift(self, layer: str, shift: Tensor) -> Tensor:
+        """Over those who have tokens of the layer."""
+        if layer in self.groups:
+            dist.all_reduce(shift, group=self.groups[layer])
+        return shift
+
+    def leads(self, layer: str) -> bool:
+        """The first of those who have tokens of the layer."""
+        return self.members[layer][0] == self.world_rank
+
+    def sum_grads(self, parameters: Iterable[nn.Parameter]) -> None:
+        """One sum for each parameter; who had nothing to do adds zero."""
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+
+    def _counts(self, layer: str, mine: int) -> list[int]:
+        count = torch.tensor([mine], device=_collective_device())
+        counts = [torch.empty_like(count) for _ in self.members[layer]]
+        dist.all_gather(counts, count, group=self.groups[layer])
+        return [int(one) for one in counts]
+
+
+def _flatten(statistics: Statistics | None, size: int, like: Tensor) -> Tensor:
+    if statistics is None:
+        return like.new_zeros(1 + 2 * size)
+    return torch.cat((statistics.count[None], statistics.mean, statistics.squares))
+
+
+def _gather_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Everybody's rows, one after the other; padded for the journey, because collectives want equal shapes."""
+    padded = rows.new_zeros(max(counts), rows.shape[1])
+    padded[: len(rows)] = rows
+    everybody = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(everybody, padded, group=group)
+    return torch.cat([one[:count] for one, count in zip(everybody, counts, strict=True)])
+
+
+def _collective_device() -> torch.device:
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

@@ -1,0 +1,32 @@
+"""The notice board: where the LM ranks say what they do, and from where the driver reads it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+
+class Board:
+    """A small Ray actor. Nothing waits for it; if it is lost, so is the driver."""
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, Any]] = []
+        self._doing: dict[str, tuple[str, float]] = {}
+
+    def note(self, who: str, doing: str) -> None:
+        """What somebody does now."""
+        self._doing[who] = (doing, time.time())
+
+    def record(self, row: dict[str, Any]) -> None:
+        """Something for the run's history."""
+        self._rows.append(row)
+
+    def take(self) -> list[dict[str, Any]]:
+        """The rows since the last time."""
+        rows, self._rows = self._rows, []
+        return rows
+
+    def doing(self) -> list[str]:
+        """Who does what, for people."""
+        now = time.time()
+        return [f"{who}: {doing} for {now - since:.0f} s" for who, (doing, since) in sorted(self._doing.items())]

@@ -1,0 +1,171 @@
+"""The Ray cluster a run works on: connecting to it, and room in it for the run's roles."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+
+from malmen.config import ClusterConfig
+from malmen.errors import EditError, UsageError
+
+# A role waits while another works. Threads that spin meanwhile would take the cores from it: eight times slower.
+_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What each process of a role gets."""
+
+    lm: dict[str, float]  # Ray resources of an LM worker
+    hypernet: dict[str, float]  # Ray resources of a hypernet actor
+    lm_threads: int
+    hypernet_threads: int
+
+
+@contextmanager
+def connected(address: str | None, config: ClusterConfig) -> Iterator[bool]:
+    """Connected to the cluster at `address` (or of the Ray job we are in), else to a local one of our own.
+
+    The value says whether it is our own; that one ends with the block.
+    """
+    if ray.is_initialized():
+        yield False
+        return
+    address = address or os.environ.get("RAY_ADDRESS")
+    if address:
+        _connect(address)
+    else:
+        _start_local(config)
+    try:
+        yield not address
+    finally:
+        ray.shutdown()
+
+
+def _start_local(config: ClusterConfig) -> None:
+    needed = config.lm_workers * config.lm_cpus + config.hypernet_actors * config.hypernet_cpus
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's coming default; it warns without
+    try:
+        ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, math.ceil(needed)),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            runtime_env={"env_vars": _ENVIRONMENT},
+        )
+    except (RuntimeError, OSError) as error:
+        raise EditError(f"a local Ray cluster cannot be started: {error}") from error
+
+
+def _connect(address: str) -> None:
+    _check_answers(address)
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+    try:
+        ray.init(address=address, log_to_driver=False, runtime_env={"env_vars": _ENVIRONMENT})
+    except RayError as error:
+        message = " ".join(str(error).split())
+        hint = ""
+        if "auth" in message.lower() or "token" in message.lower():
+            hint = "; a cluster with token authentication wants RAY_AUTH_MODE=token and the token of its head node here"
+        raise EditError(f"the Ray cluster at {address!r} refuses the connection: {message[:300]}{hint}") from error
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise EditError(
+            f"no Ray cluster can be reached at {address!r}: {' '.join(str(error).split())[:300]}"
+        ) from error
+
+
+def _check_answers(address: str) -> None:
+    """Ray tries for minutes where nothing listens; a socket knows at once."""
+    if address in ("auto", "local"):
+        return
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdigit():
+        raise UsageError(f"cannot read the Ray address {address!r}: expected HOST:PORT, e.g. 10.0.0.1:6379, or `auto`")
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        raise EditError(
+            f"no Ray cluster answers at {address!r} ({error.strerror or error}); `ray start --head` prints its address"
+        ) from error
+
+
+def size_roles(config: ClusterConfig, *, own: bool) -> Roles:
+    """Resources by config; GPUs, where it leaves them open, as far as the cluster has them."""
+    gpus = ray.cluster_resources().get("GPU", 0.0)
+    lm_gpus = config.lm_gpus
+    if lm_gpus is None:
+        lm_gpus = 1.0 if gpus >= config.lm_workers else 0.0
+    hypernet_gpus = config.hypernet_gpus
+    if hypernet_gpus is None:
+        hypernet_gpus = 1.0 if gpus - lm_gpus * config.lm_workers >= config.hypernet_actors else 0.0
+    cores = os.cpu_count() or 1
+    return Roles(
+        _resources(config.lm_cpus, lm_gpus, config.lm_resources),
+        _resources(config.hypernet_cpus, hypernet_gpus, config.hypernet_resources),
+        # On a cluster of our own the roles take turns, so each may have all cores; on another, what it asked for.
+        max(1, cores // config.lm_workers if own else int(config.lm_cpus)),
+        max(1, cores // config.hypernet_actors if own else int(config.hypernet_cpus)),
+    )
+
+
+def check_room(config: ClusterConfig, roles: Roles) -> None:
+    """Wait, for a bounded time, until the cluster can hold all roles at once; an autoscaler learns of the wish."""
+    bundles = [roles.lm] * config.lm_workers + [roles.hypernet] * config.hypernet_actors
+    group = placement_group([bundle for bundle in bundles if bundle])
+    try:
+        ray.get(group.ready(), timeout=config.wait_seconds)
+    except GetTimeoutError as error:
+        raise EditError(_what_is_missing(config, roles)) from error
+    finally:
+        remove_placement_group(group)
+
+
+def actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
+    """Ray resources as options of an actor."""
+    rest = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
+    return {"num_cpus": resources.get("CPU", 0), "num_gpus": resources.get("GPU", 0), "resources": rest}
+
+
+def describe_resources(resources: Mapping[str, float]) -> str:
+    """For people; without Ray's own bookkeeping."""
+    shown = {
+        name: amount
+        for name, amount in sorted(resources.items())
+        if amount and not name.startswith(("node:", "object_store", "bundle", "accelerator_type")) and name != "memory"
+    }
+    return ", ".join(f"{amount:g} {name}" for name, amount in shown.items() if "_group_" not in name) or "nothing"
+
+
+def _resources(cpus: float, gpus: float, custom: Mapping[str, float]) -> dict[str, float]:
+    return {name: amount for name, amount in {"CPU": cpus, "GPU": gpus, **custom}.items() if amount}
+
+
+def _what_is_missing(config: ClusterConfig, roles: Roles) -> str:
+    total: dict[str, float] = {}
+    for count, resources in ((config.lm_workers, roles.lm), (config.hypernet_actors, roles.hypernet)):
+        for name, amount in resources.items():
+            total[name] = total.get(name, 0.0) + count * amount
+    there = ray.cluster_resources()
+    missing = {name: amount - there.get(name, 0.0) for name, amount in total.items() if amount > there.get(name, 0.0)}
+    why = (
+        f"missing {describe_resources(missing)}" if missing else "enough in all, but not free, or not on one node each"
+    )
+    return (
+        f"the cluster cannot hold this run within cluster.wait_seconds={config.wait_seconds:g}: {why}. "
+        f"Needed are {config.lm_workers} LM workers of {describe_resources(roles.lm)} and {config.hypernet_actors} "
+        f"hypernet actors of {describe_resources(roles.hypernet)}; the cluster has {describe_resources(there)}, "
+        f"free are {describe_resources(ray.available_resources())}. Change cluster.lm_workers, "
+        "cluster.hypernet_actors or their cpus, gpus and resources, or add nodes"
+    )

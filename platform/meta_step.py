@@ -1,0 +1,82 @@
+"""One meta-training step on the cluster: the seven stages of the paper's Fig. 3, as every LM rank runs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from malmen.meta import StepReport, Stopwatch
+from malmen.platform.hypernet_group import HypernetGroup
+from malmen.platform.lm_worker import LMWorker
+from malmen.trace import Traces
+
+
+@dataclass
+class Stepped:
+    """What a step gave, and the traces of the next one if they were made meanwhile."""
+
+    report: StepReport
+    actors: list[dict[str, Any]]  # what each hypernet actor says of the step
+    bytes_moved: int
+    ahead: Traces | None
+
+
+@dataclass
+class UnderWay:
+    """A step whose last stages are the actors' alone. If one is lost then, the others may have done it all the same."""
+
+    step: int
+    losses: tuple[float, float]
+    seconds: dict[str, float]
+    bytes_moved: int
+
+    def end(self, worker: LMWorker, group: HypernetGroup, pending: list[Any], ahead: Traces | None) -> Stepped:
+        """Wait for the actors' reports."""
+        with worker.together(f"waiting for the end of step {self.step}", self.seconds, "wait"):
+            actors = group.finish(pending)
+        for stage in ("hypernet", "adam"):
+            self.seconds[stage] = max((report["seconds"][stage] for report in actors), default=0.0)
+        meta_loss = self.losses[0] + worker.config.training.locality_coef * self.losses[1]
+        norm = actors[0]["grad_norm"] if actors else float("nan")  # only rank 0 asks the actors
+        return Stepped(StepReport(*self.losses, meta_loss, norm, self.seconds), actors, self.bytes_moved, ahead)
+
+
+def meta_step(worker: LMWorker, group: HypernetGroup, step: int, traces: Traces | None) -> Stepped:
+    """Algorithm 2 and the Adam step. LM ranks and actors work in turn, except that the ranks trace the next step's
+    edits while the actors back-propagate this one's: traces depend on the frozen weights only, so that is exact."""
+    watch, batch, sent_before = Stopwatch(), worker.sampler.batch(step), group.bytes_sent
+    last = step + 1 >= worker.config.training.steps
+
+    if traces is None:
+        with watch("trace"):  # (i) forward and (ii) backward of the LM on the edits
+            worker.note(f"tracing step {step}")
+            traces = worker.trace(batch.edits)
+    with worker.together(f"sending the traces of step {step}", watch.seconds, "send"):
+        group.put_traces(step, worker.world_rank, traces)
+
+    with worker.together(f"waiting for the shifts of step {step}", watch.seconds, "solve"):  # (iii) hyper-network, S*
+        shifts, _ = group.solve(step, worker.shift_dtype)
+
+    with watch("meta_loss"):  # (iv) forward and backward of the edited LM: the meta loss and ∇_W̃ of it
+        worker.note(f"back-propagating the meta loss of step {step}")
+        losses, shift_grads = worker.meta_backward(step, batch, shifts)
+    with worker.together(f"sending the shift gradients of step {step}", watch.seconds, "send"):
+        group.put_grads(step, shift_grads)
+
+    moved = sum(worker.gather(group.bytes_sent - sent_before))
+    worker.under_way = UnderWay(step, losses, watch.seconds, moved)
+    pending = group.start_backward(step) if worker.world_rank == 0 else []  # (v)–(vii) pullback, proxy loss, Adam
+    ahead = None
+    if worker.config.cluster.overlap and not last:
+        with watch("trace"):
+            worker.note(f"tracing step {step + 1} ahead")
+            ahead = worker.trace(worker.sampler.batch(step + 1).edits)
+    return worker.under_way.end(worker, group, pending, ahead)
+
+
+def end_step(worker: LMWorker, group: HypernetGroup, step: int) -> Stepped | None:
+    """The end of a step that the actors had done when one of them was lost: asked again, it is not done again."""
+    if worker.under_way is None or worker.under_way.step != step:
+        return None
+    pending = group.start_backward(step) if worker.world_rank == 0 else []
+    return worker.under_way.end(worker, group, pending, None)

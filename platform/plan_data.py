@@ -1,0 +1,136 @@
+"""How long the facts of a step are: read from the data where they are here, else assumed and said so."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from malmen.config import Config
+from malmen.data.readers import read_records
+from malmen.data.records import EditRecord, Fact
+from malmen.data.tokens import EncodedFact, Kind
+from malmen.data.world import world_records
+from malmen.data.world_model import WORLD_MODEL
+from malmen.facts import fact_encoder
+from malmen.lm import LanguageModel
+
+SAMPLE = 256  # records whose tokens are counted
+BYTES_PER_TOKEN = 4  # of English, where the tokenizer is not here
+FACT_TOKENS, ANSWER_TOKENS = 14, 3  # of zsRE with GPT-2's tokenizer, roughly
+CHAT_TOKENS = 10  # a template's own, roughly
+SIZES = {"zsre": 244_173, "fever": 104_996, "counterfact": 21_919}  # training records, as published
+
+Encode = Callable[[Fact], EncodedFact]
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """The facts of one step, as lengths (the tokens themselves are zeros); as many as the config asks for."""
+
+    edits: list[EncodedFact]
+    equivalents: list[EncodedFact]
+    unrelated: list[EncodedFact]
+    num_records: int
+    source: str
+
+    @property
+    def roles(self) -> dict[str, list[EncodedFact]]:
+        """By the names that the sampler uses."""
+        return {"edits": self.edits, "equivalents": self.equivalents, "unrelated": self.unrelated}
+
+    def recurring(self, config: Config) -> tuple[str, ...]:
+        """The roles whose facts come again within the run (Sampler.recurring)."""
+        if config.training.steps <= self.num_records // config.training.num_edits:
+            return ()
+        return ("unrelated",) if config.data.train == "builtin" else tuple(self.roles)
+
+
+def step_facts(
+    config: Config, lm: LanguageModel, fact_tokens: int | None = None, answer_tokens: int | None = None
+) -> StepFacts:
+    """A step's facts: of the data file if it exists, unless the lengths are given."""
+    training, here = config.training, config.data.train == "builtin" or Path(config.data.train).is_file()
+    if here and fact_tokens is None and answer_tokens is None:
+        encode, how = _encoder(config, lm)
+        records, number = _sample(config.data.train, config.data.format, config.seed)
+        source = f"{len(records)} records of {config.data.train}, {how}"
+    else:
+        encode = _constant(config, lm.kind, fact_tokens or FACT_TOKENS, answer_tokens or ANSWER_TOKENS)
+        some = (Fact("", ""),) * max(training.equivalents_per_edit, training.unrelated_per_edit)
+        records, number = [EditRecord(some[0], some, some)], SIZES.get(config.data.format, 0)
+        known = f"{number:,} records" if number else "an unknown number of records"
+        given = fact_tokens or answer_tokens
+        source = f"{'given' if given else 'assumed'} lengths, {known}" + ("" if here else f"; no {config.data.train} here")
+    found: dict[str, list[list[EncodedFact]]] = {
+        "edits": [[encode(record.edit)] for record in records],
+        "equivalents": [list(map(encode, _equivalents(record, config))) for record in records],
+        "unrelated": [list(map(encode, record.unrelated[: training.unrelated_per_edit])) for record in records],
+    }
+    step = {role: _repeat(parts, training.num_edits) for role, parts in found.items()}
+    return StepFacts(**step, num_records=number, source=source)
+
+
+def _equivalents(record: EditRecord, config: Config) -> list[Fact]:
+    """As the sampler takes them."""
+    some = list(record.equivalents or (record.edit,))[: config.training.equivalents_per_edit]
+    return [record.edit, *some] if config.training.include_edit and record.equivalents else some
+
+
+def _repeat(parts: Sequence[list[EncodedFact]], number: int) -> list[EncodedFact]:
+    return [fact for index in range(number) for fact in parts[index % len(parts)]]
+
+
+@lru_cache(maxsize=4)
+def _sample(name: str, format: str, seed: int) -> tuple[list[EditRecord], int]:
+    """Some records, and how many there are; of lines, which may be many, only the first are read."""
+    if name == "builtin":
+        records = world_records("train", seed=seed)
+        return records[:SAMPLE], len(records)
+    if not name.endswith(".jsonl"):
+        records = read_records(name, format)
+        return random.Random(seed).sample(records, min(SAMPLE, len(records))), len(records)
+    with open(name, encoding="utf-8") as file, tempfile.TemporaryDirectory() as folder:
+        first = Path(folder) / Path(name).name
+        first.write_text("".join(islice(file, SAMPLE)), encoding="utf-8")
+        number = SAMPLE + sum(1 for line in file if line.strip())
+        records = read_records(first, format)
+    return records, number if len(records) >= SAMPLE else len(records)
+
+
+def _encoder(config: Config, lm: LanguageModel) -> tuple[Encode, str]:
+    """Facts to tokens with the model's tokenizer if it is here, else by the length of their texts."""
+    name = config.model.name
+    folder = WORLD_MODEL if name == "builtin" else Path(name).expanduser()
+    if folder.is_dir():
+        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+        return fact_encoder(LanguageModel(lm.model, tokenizer, lm.kind), config.data).encode, "in tokens"
+
+    def estimate(fact: Fact) -> EncodedFact:
+        prompt, answer = (-(-len(text.encode()) // BYTES_PER_TOKEN) for text in (fact.prompt, fact.answer))
+        return _fact(config, lm.kind, prompt + answer, answer)
+
+    return estimate, f"at {BYTES_PER_TOKEN} bytes a token, for the tokenizer is not here"
+
+
+def _constant(config: Config, kind: Kind, length: int, answers: int) -> Encode:
+    fact = _fact(config, kind, max(length, answers + 1), answers)
+    return lambda _fact: fact
+
+
+def _fact(config: Config, kind: Kind, length: int, answers: int) -> EncodedFact:
+    """A fact of so many tokens, answer included."""
+    if config.data.prompt_format == "chat":
+        length += CHAT_TOKENS
+    length = min(length, config.data.max_length)
+    if kind == "classifier":
+        return EncodedFact([0] * length, 0, [0])
+    if kind == "encoder-decoder":  # the answer ends with EOS
+        return EncodedFact([0] * (answers + 1), 0, [0] * (answers + 1), [0] * max(1, length - answers))
+    return EncodedFact([0] * (length - 1), length - 1 - answers, [0] * answers)

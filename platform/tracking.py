@@ -1,0 +1,283 @@
+"""One MLflow run, written by the driver of a training. Training never waits for it and never fails because of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import malmen
+from malmen.config import Config, TrackingConfig
+from malmen.platform.mlflow_store import (
+    PATIENCE,
+    brief,
+    check_reachable,
+    clear_errors,
+    connect,
+    find_experiment,
+    safe_name,
+    shown,
+    store_errors,
+)
+from malmen.platform.watcher import DRIVER_TAG, ENDED
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+    from malmen.platform.registry import RegisteredEditor
+
+logger = logging.getLogger(__name__)
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+MOST_PENDING = 100_000  # metrics that are kept while the store is away
+METRICS_PER_CALL, PARAMS_PER_CALL, PARAM_LENGTH = 1000, 100, 6000  # MLflow's limits
+
+
+def tracking_uri(config: TrackingConfig, folder: str) -> str:
+    """Where a run in `folder` is tracked: as configured, as in the environment, else mlflow.db beside the folder."""
+    if uri := config.uri or os.environ.get("MLFLOW_TRACKING_URI"):
+        return uri
+    folder = folder.removeprefix("file://")
+    beside = Path("runs") if "://" in folder else Path(folder).resolve().parent
+    return f"sqlite:///{beside.resolve() / 'mlflow.db'}"
+
+
+class Tracker:
+    """`with Tracker.start(config, folder, tags) as tracker:`; without tracking it does nothing."""
+
+    def __init__(
+        self,
+        config: Config,
+        uri: str = "",
+        client: MlflowClient | None = None,
+        run_id: str | None = None,
+        watcher: subprocess.Popen[bytes] | None = None,
+        flush_seconds: float = 5.0,
+    ) -> None:
+        self.config, self.uri, self.run_id = config, uri, run_id
+        self._client, self._watcher = client, watcher
+        self._pending: list[tuple[str, float, int, int]] = []  # name, value, timestamp, step
+        self._buffer, self._sending = threading.Lock(), threading.Lock()
+        self._ended = threading.Event()
+        self._failing = False
+        self._writer = threading.Thread(target=self._write, args=(flush_seconds,), name="mlflow", daemon=True)
+        if client is not None:
+            self._writer.start()
+
+    @classmethod
+    def start(
+        cls,
+        config: Config,
+        folder: str,
+        tags: Mapping[str, str],
+        run_id: str | None = None,
+        parent: str | None = None,
+        flush_seconds: float = 5.0,
+    ) -> Tracker:
+        """A new run named after the folder, or `run_id` again where it still exists."""
+        if not config.tracking.enabled:
+            return cls(config)
+        uri = tracking_uri(config.tracking, folder)
+        driver = uuid.uuid4().hex
+        with clear_errors(uri), ExitStack() as unless_started:
+            client = connect(uri)
+            own = {DRIVER_TAG: driver, **_versions(), **({"mlflow.parentRunId": parent} if parent else {})}
+            if run_id is not None and _is_there(client, run_id):
+                client.set_tag(run_id, DRIVER_TAG, driver)
+                client.update_run(run_id, status="RUNNING")
+            else:
+                from mlflow.tracking.context.registry import resolve_tags  # user, source, git commit
+
+                experiment = find_experiment(client, config.tracking.experiment, uri)
+                name = folder.rstrip("/").rpartition("/")[2]
+                run_id = client.create_run(experiment, tags=resolve_tags(own), run_name=name).info.run_id
+            watcher = _start_watcher(uri, run_id, driver)
+            tracker = unless_started.enter_context(cls(config, uri, client, run_id, watcher, flush_seconds))
+            tracker._describe({**own, **tags})
+            unless_started.pop_all()
+        return tracker
+
+    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Put metrics down to be sent soon; None and NaN are left out."""
+        if self._client is None or self._ended.is_set():
+            return
+        now = int(time.time() * 1000)
+        rows = [
+            (safe_name(name), float(value), now, step)
+            for name, value in metrics.items()
+            if value is not None and not math.isnan(value)
+        ]
+        with self._buffer:
+            self._pending = [*self._pending, *rows][-MOST_PENDING:]
+
+    def flush(self) -> None:
+        """Send what has gathered. What cannot be sent is kept for the next time."""
+        if self._client is None or self.run_id is None:
+            return
+        from mlflow.entities import Metric
+
+        with self._sending:
+            while rows := self._take():
+                try:
+                    check_reachable(self.uri)  # else MLflow's own retries: minutes, each with a warning
+                    self._client.log_batch(self.run_id, metrics=[Metric(*row) for row in rows], synchronous=True)
+                except store_errors() as error:
+                    with self._buffer:
+                        self._pending = [*rows, *self._pending][-MOST_PENDING:]
+                    if not self._failing:
+                        logger.warning("metrics cannot be sent to %s and are kept: %s", shown(self.uri), brief(error))
+                    self._failing = True
+                    return
+                self._failing = False
+
+    def log_text(self, text: str, name: str) -> None:
+        """A text as an artifact."""
+        if self._client is not None and self.run_id is not None:
+            with self._or_warn(name):
+                self._client.log_text(self.run_id, text, name)
+
+    def log_artifacts(self, local_folder: Path, name: str) -> None:
+        """The files of a folder as an artifact."""
+        if self._client is not None and self.run_id is not None:
+            with self._or_warn(name):
+                self._client.log_artifacts(self.run_id, str(local_folder), name)
+
+    def register(
+        self, checkpoint: Path, base_model: str, metrics: Mapping[str, float | None], card: str
+    ) -> RegisteredEditor | None:
+        """A new version of the editor in the model registry."""
+        if self._client is None or self.run_id is None:
+            return None
+        from malmen.platform.registry import register_editor, registered_name
+
+        with clear_errors(self.uri):
+            name = registered_name(self.config)
+            return register_editor(self._client, self.run_id, name, checkpoint, base_model, metrics, card)
+
+    def finish(self, status: Status = "FINISHED") -> None:
+        """Send the rest and end the run; where the store is away, the watcher goes on trying to end it."""
+        if self._client is None or self.run_id is None or self._ended.is_set():
+            return
+        self._ended.set()
+        last_line: str = ENDED
+        try:
+            self._writer.join(2 * PATIENCE)
+            if self._writer.is_alive():  # inside MLflow's own retries, which take minutes
+                raise TimeoutError("the store does not answer")
+            check_reachable(self.uri)
+            self.flush()
+            self._client.set_terminated(self.run_id, status)
+        except store_errors() as error:
+            logger.warning("the run could not be ended as %s in %s: %s", status, shown(self.uri), brief(error))
+            last_line = status
+        if self._pending:
+            logger.warning("%d metrics were never sent to %s", len(self._pending), shown(self.uri))
+        if self._watcher is not None:
+            _dismiss(self._watcher, last_line)
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.finish("FINISHED")
+        else:
+            self.finish("KILLED" if issubclass(kind, KeyboardInterrupt | SystemExit) else "FAILED")
+
+    def _write(self, seconds: float) -> None:
+        while not self._ended.wait(seconds):
+            self.flush()
+
+    def _take(self) -> list[tuple[str, float, int, int]]:
+        with self._buffer:
+            rows, self._pending = self._pending[:METRICS_PER_CALL], self._pending[METRICS_PER_CALL:]
+        return rows
+
+    @contextmanager
+    def _or_warn(self, name: str) -> Iterator[None]:
+        try:
+            check_reachable(self.uri)
+            yield
+        except store_errors() as error:
+            logger.warning("%s could not be written to %s: %s", name, shown(self.uri), brief(error))
+
+    def _describe(self, tags: Mapping[str, str]) -> None:
+        """The config as params and as a file. MLflow's params never change: a resumed run's changes become tags."""
+        from mlflow.entities import Param, RunTag
+
+        assert self._client is not None and self.run_id is not None
+        config = json.loads(shown(self.config.model_dump_json()))
+        params = {safe_name(key): value[:PARAM_LENGTH] for key, value in _flat(config)}
+        before = self._client.get_run(self.run_id).data.params
+        changed = {f"resumed.{key}": value for key, value in params.items() if before.get(key, value) != value}
+        fresh = [Param(key, value) for key, value in params.items() if key not in before]
+        for first in range(0, len(fresh), PARAMS_PER_CALL):
+            self._client.log_batch(self.run_id, params=fresh[first : first + PARAMS_PER_CALL], synchronous=True)
+        described = [RunTag(key, str(value)) for key, value in {**tags, **changed}.items()]
+        self._client.log_batch(self.run_id, tags=described, synchronous=True)
+        self._client.log_text(self.run_id, json.dumps(config, indent=1, ensure_ascii=False) + "\n", "config.json")
+
+
+# --- pieces ------------------------------------------------------------------------------------------
+
+
+def _is_there(client: MlflowClient, run_id: str) -> bool:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return bool(client.get_run(run_id).info.lifecycle_stage == "active")
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return False
+
+
+def _start_watcher(uri: str, run_id: str, driver: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "malmen.platform.watcher", run_id, driver],
+        env={**os.environ, "MLFLOW_TRACKING_URI": uri},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # what kills the driver's group, Ctrl-C for one, leaves it alive
+    )
+
+
+def _dismiss(watcher: subprocess.Popen[bytes], last_line: str) -> None:
+    try:
+        watcher.communicate(f"{last_line}\n".encode(), timeout=PATIENCE if last_line == ENDED else 0.1)
+    except subprocess.TimeoutExpired:
+        logger.debug("the watcher %d is still busy", watcher.pid)
+
+
+def _versions() -> dict[str, str]:
+    found = {"version.malmen": malmen.__version__, "version.python": sys.version.split()[0]}
+    for name in ("torch", "transformers", "ray", "deepspeed", "mlflow"):
+        try:
+            found[f"version.{name}"] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value if isinstance(value, str) else json.dumps(value)

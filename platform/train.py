@@ -1,0 +1,253 @@
+"""Meta-training on a Ray cluster: `train(config, out)`, and the entry point of a Ray job.
+
+The driver starts the hypernet actors and a Ray Train run whose workers hold the language model, then follows: it
+shows progress, writes the history, logs to MLflow, and says who waits for whom if nothing moves any more. No tensor
+passes through it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from malmen.checkpoint import read_state
+from malmen.config import Config
+from malmen.errors import EditError, UsageError
+from malmen.layers import LayerSpec, find_layers
+from malmen.lm import load_skeleton
+from malmen.meta import StepReport
+from malmen.platform.board import Board
+from malmen.platform.cluster import Roles, actor_options, check_room, connected, size_roles
+from malmen.platform.hypernet_group import HypernetGroup
+from malmen.platform.registry import RegisteredEditor, editor_card
+from malmen.platform.tracking import Tracker
+from malmen.platform.train_loop import LoopSettings, train_loop
+from malmen.run_folder import RunFolder
+from malmen.sampling import data_fingerprint
+from malmen.storage import RunStore
+
+logger = logging.getLogger(__name__)
+
+_STEP_FIELDS = ("generalization_loss", "locality_loss", "meta_loss", "grad_norm", "seconds")
+
+
+@dataclass
+class TrainedEditor:
+    """A finished run."""
+
+    run: str | Path
+    checkpoint: str | Path
+    steps: int
+    scores: dict[str, Any]
+    seconds: float
+    history: list[dict[str, Any]] = field(default_factory=list)
+    tracking_run: str | None = None
+    registered: RegisteredEditor | None = None
+
+
+@dataclass
+class Listener:
+    """Whom a run tells what happens."""
+
+    step: Callable[[int, StepReport], None] = lambda _step, _report: None
+    evaluation: Callable[[int, dict[str, Any]], None] = lambda _step, _scores: None
+    event: Callable[[str], None] = lambda _text: None
+
+
+def train(
+    config: Config,
+    out: str | Path,
+    *,
+    address: str | None = None,
+    resume: bool = False,
+    listener: Listener | None = None,
+    parent: str | None = None,
+) -> TrainedEditor:
+    """Train an editor into `out`; an unfinished run of the same config there is gone on with, to the same θ.
+
+    `parent` is the MLflow run that this one belongs to, if any.
+    """
+    start, listener = time.perf_counter(), listener or Listener()
+    layers = _layers(config)
+    out = out if "://" in str(out) else Path(out).absolute()  # the workers have other working directories
+    folder = RunFolder.open(out, config, resume=resume)
+    tags = {"data": data_fingerprint(config), "run": str(folder.store.location)}
+    with connected(address, config.cluster) as own:
+        roles = size_roles(config.cluster, own=own)
+        check_room(config.cluster, roles)
+        with Tracker.start(config, str(out), tags, folder.facts.get("mlflow_run"), parent) as tracker:
+            folder.begin({"mlflow_run": tracker.run_id})
+            if folder.steps_done:
+                listener.event(f"going on from step {folder.steps_done} of {folder.store.location}")
+            _run(config, layers, roles, folder, tracker, listener)
+            trained = _finish(config, folder, tracker, time.perf_counter() - start)
+    return trained
+
+
+def _layers(config: Config) -> list[LayerSpec]:
+    """From the model's shape alone, so that a wrong name is an error now and not after the cluster has started."""
+    model, _ = load_skeleton(config.model)
+    return find_layers(model, config.editor.layers, config.editor.ffn)
+
+
+def _run(
+    config: Config, layers: list[LayerSpec], roles: Roles, folder: RunFolder, tracker: Tracker, listener: Listener
+) -> None:
+    run = str(folder.store.location)
+    board = ray.remote(Board).options(num_cpus=0).remote()
+    group = HypernetGroup.start(
+        config, layers, run, resources=actor_options(roles.hypernet), threads=roles.hypernet_threads
+    )
+    loop = LoopSettings(config, group, board, run, roles.lm_threads, {"mlflow_run": tracker.run_id})
+    try:
+        with _fitting(_trainer(config, roles, run, loop)) as fit:
+            for row in _follow(board, group, fit, config.cluster.stall_seconds):
+                _take(row, folder, tracker, listener)
+    finally:
+        folder.flush()
+        for actor in (*group.actors, board):
+            ray.kill(actor)
+
+
+def _trainer(config: Config, roles: Roles, run: str, loop: LoopSettings) -> TorchTrainer:
+    cluster, gpu = config.cluster, bool(roles.lm.get("GPU"))
+    return TorchTrainer(
+        train_loop,
+        train_loop_config={"loop": loop},
+        scaling_config=ScalingConfig(
+            num_workers=cluster.lm_workers, use_gpu=gpu, resources_per_worker=dict(roles.lm) or {"CPU": 0}
+        ),
+        torch_config=TorchConfig(backend="nccl" if gpu else "gloo", timeout_s=int(cluster.stall_seconds)),
+        run_config=RunConfig(
+            # Ray Train's own notes. A new name each time: with the same one it would silently resume.
+            name=f"train-{os.getpid()}-{time.time_ns()}",
+            storage_path=str(RunStore(run).join(".ray_train")),
+            failure_config=FailureConfig(max_failures=cluster.max_failures),
+        ),
+    )
+
+
+class _Fit(threading.Thread):
+    """`trainer.fit()` beside the driver's own work."""
+
+    def __init__(self, trainer: TorchTrainer) -> None:
+        super().__init__(name="ray-train", daemon=True)
+        self.trainer, self.error = trainer, None
+
+    def run(self) -> None:
+        try:
+            self.trainer.fit()
+        except BaseException as error:  # noqa: BLE001 - it is raised again in the driver's thread
+            self.error = error
+
+
+@contextmanager
+def _fitting(trainer: TorchTrainer) -> Iterator[_Fit]:
+    fit = _Fit(trainer)
+    fit.start()
+    yield fit
+    if isinstance(fit.error, RayError | RuntimeError):
+        lines = [line.strip() for line in str(fit.error).splitlines() if line.strip()]
+        what = lines[-1] if lines else repr(fit.error)
+        raise EditError(
+            f"the LM workers failed: {what}; the same command goes on from the last checkpoint"
+        ) from fit.error
+    if fit.error is not None:
+        raise fit.error
+
+
+def _follow(board: Any, group: HypernetGroup, fit: _Fit, stall_seconds: float) -> Iterator[dict[str, Any]]:
+    """The rows that the ranks record, until they are done; EditError if nothing comes for too long."""
+    last, rows = time.monotonic(), []
+    while True:
+        alive = fit.is_alive()
+        rows = ray.get(board.take.remote(), timeout=60)
+        for row in rows:
+            last = time.monotonic()
+            yield row
+        if not alive and not rows:
+            return
+        if time.monotonic() - last > stall_seconds:
+            waiting = [*ray.get(board.doing.remote(), timeout=60), *group.status()]
+            raise EditError(
+                f"nothing happened for cluster.stall_seconds={stall_seconds:g}; who does what: {'; '.join(waiting)}"
+            )
+        fit.join(0.2)
+
+
+def _take(row: Mapping[str, Any], folder: RunFolder, tracker: Tracker, listener: Listener) -> None:
+    """One thing that happened: into the history, to MLflow, to who listens. Steps that were done again count once."""
+    kind, step = row["kind"], row.get("step", 0)
+    if kind == "error":
+        raise (UsageError if row["exit_code"] == 2 else EditError)(row["message"])
+    if kind == "lost":
+        listener.event(f"step {step}: {row['why']}; restored, going on")
+    elif kind == "checkpoint":
+        folder.flush()
+    elif kind == "step" and step > (folder.history[-1]["step"] if folder.history else 0):
+        report = StepReport(**{name: row[name] for name in _STEP_FIELDS})
+        folder.add({name: value for name, value in row.items() if name != "kind"})
+        listener.step(step, report)
+        tracker.log(step, _step_metrics(row))
+    elif kind == "evaluation":
+        _take_evaluation(dict(row), folder, tracker, listener)
+
+
+def _take_evaluation(row: dict[str, Any], folder: RunFolder, tracker: Tracker, listener: Listener) -> None:
+    step, scores = row["step"], row["scores"]
+    if any(old.get("scores") and old["step"] == step for old in folder.history):
+        return
+    folder.add({"step": step, "scores": scores, "lm_memory": row["lm_memory"]})
+    listener.evaluation(step, scores)
+    peaks = {
+        f"memory_mb/lm{rank}/{kind}": peak
+        for rank, found in enumerate(row["lm_memory"])
+        for kind, peak in found.items()
+    }
+    tracker.log(step, {**{f"held_out/{name}": value for name, value in scores.items()}, **peaks})
+
+
+def _step_metrics(row: Mapping[str, Any]) -> dict[str, float]:
+    metrics = {f"loss/{name}": row[f"{name}_loss"] for name in ("generalization", "locality", "meta")}
+    metrics |= {"grad_norm": row["grad_norm"], "bytes_moved": row["bytes_moved"], "cache_mb": row["cache_mb"]}
+    metrics |= {f"seconds/{stage}": seconds for stage, seconds in row["seconds"].items()}
+    metrics |= {f"damping/{layer}": value for layer, value in row["damping"].items()}
+    metrics |= {f"edit_lr/{layer}": value for layer, value in row["edit_lr"].items()}
+    for index, found in enumerate(row["hypernet_memory"]):
+        metrics |= {f"memory_mb/hypernet{index}/{kind}": peak for kind, peak in found.items()}
+    return metrics
+
+
+def _finish(config: Config, folder: RunFolder, tracker: Tracker, seconds: float) -> TrainedEditor:
+    """The newest checkpoint, uploaded and registered."""
+    names = folder.store.checkpoints()
+    if not names:
+        raise EditError(f"the run ended without a checkpoint in {folder.store.location}")
+    checkpoint = folder.store.join(names[-1])
+    state = read_state(checkpoint)
+    scores = state["scores"]
+    card = editor_card(config, scores, state["base_model"], state["step"])
+    numbers = {name: value for name, value in scores.items() if isinstance(value, int | float)}
+    with folder.store.fetch(names[-1], without=["optimizer.safetensors"]) as local:
+        registered = tracker.register(local, state["base_model"], numbers, card)
+    return TrainedEditor(
+        folder.store.location, checkpoint, state["step"], scores, seconds, folder.history, tracker.run_id, registered
+    )
+
+
+if __name__ == "__main__":
+    from malmen.platform.cli import main
+
+    main(["train"])

@@ -1,0 +1,174 @@
+"""What every LM rank runs under Ray Train: steps, evaluations and checkpoints, and going on after a loss."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+import torch
+from ray.train import get_context
+
+from malmen.checkpoint import latest_checkpoint, read_state
+from malmen.config import Config
+from malmen.errors import EditError
+from malmen.platform.hypernet_actor import EVALUATION
+from malmen.platform.hypernet_group import HypernetGroup, HypernetLost
+from malmen.platform.lm_worker import LMWorker
+from malmen.platform.meta_step import Stepped, end_step, meta_step
+from malmen.platform.wire import peak_memory_mb
+from malmen.sampling import validation_records
+from malmen.storage import RunStore
+from malmen.training import check_enough
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class LoopSettings:
+    """What the driver tells the ranks."""
+
+    config: Config
+    group: HypernetGroup
+    board: Any  # handle of the Board actor
+    run: str
+    threads: int
+    extra: dict[str, Any] = field(default_factory=dict)  # into every checkpoint
+
+
+def train_loop(settings: Mapping[str, Any]) -> None:
+    """Ray Train's entry. An EditError is a message for people: it ends the run instead of starting it again."""
+    loop: LoopSettings = settings["loop"]
+    context = get_context()
+    rank, size = context.get_world_rank(), context.get_world_size()
+    torch.set_num_threads(loop.threads)
+
+    def note(doing: str) -> None:
+        loop.board.note.remote(f"LM rank {rank} (pid {os.getpid()})", doing)
+
+    try:
+        Rank(loop, LMWorker(loop.config, rank, size, note)).run()
+        note("done")
+    except EditError as error:
+        row = {"kind": "error", "message": str(error), "exit_code": error.exit_code}
+        ray.get(loop.board.record.remote(row), timeout=60)
+
+
+class Rank:
+    """The loop of one rank."""
+
+    def __init__(self, loop: LoopSettings, worker: LMWorker) -> None:
+        self.loop, self.worker, self.group = loop, worker, loop.group
+        self.training = loop.config.training
+        wanted = self.training.eval_edits or self.training.num_edits
+        self.records = check_enough(validation_records(loop.config), wanted)
+        self.evaluated: tuple[int, dict[str, Any]] = (-1, {})
+        self.saved = -1
+
+    def run(self) -> None:
+        """Up to the last step, however often something is lost on the way."""
+        step, traces, losses = self._recover(), None, 0
+        self.saved = step
+        while True:
+            try:
+                self._evaluate_and_save(step)
+                if step >= self.training.steps:
+                    return
+                stepped = meta_step(self.worker, self.group, step, traces)
+                self._record_step(step + 1, stepped)
+                step, traces = step + 1, stepped.ahead
+            except HypernetLost as error:
+                losses += 1
+                if losses > self.loop.config.cluster.max_failures:
+                    raise EditError(
+                        f"hypernet actors were lost {losses} times, more than cluster.max_failures="
+                        f"{self.loop.config.cluster.max_failures}; the last time: {error}"
+                    ) from error
+                logger.warning("step %d: %s; healing", step, error)
+                self._record({"kind": "lost", "step": step, "why": str(error)})
+                step, traces = self._go_on(step), None
+
+    def _go_on(self, step: int) -> int:
+        """Recover; where the lost step turns out to be done, its report is asked for again."""
+        done = self._recover()
+        if done == step + 1:
+            stepped = end_step(self.worker, self.group, step)
+            if stepped:
+                self._record_step(done, stepped)
+        return done
+
+    def _recover(self) -> int:
+        """All actors equal and ready; all ranks know the step they are at."""
+        step = -1
+        for _ in range(self.loop.config.cluster.max_failures + 1):
+            try:
+                with self.worker.together("restoring the hypernet actors"):
+                    if self.worker.world_rank == 0:
+                        step = self.group.heal(self._newest_checkpoint)
+            except HypernetLost as error:
+                logger.warning("healing failed: %s; once more", error)
+                continue
+            step, self.group.generation = self.worker.gather((step, self.group.generation))[0]
+            return step
+        raise EditError("the hypernet actors could not be brought together; see the log of the Ray cluster")
+
+    def _newest_checkpoint(self) -> str | None:
+        if not RunStore(self.loop.run).checkpoints():
+            return None
+        checkpoint = latest_checkpoint(self.loop.run)
+        trained_for = read_state(checkpoint)["base_model"]
+        if trained_for != self.worker.fingerprint:
+            raise EditError(
+                f"the editor in {checkpoint} was trained for base model {trained_for}; this one is "
+                f"{self.worker.fingerprint}: an editor works only on the weights it was trained for"
+            )
+        return str(checkpoint)
+
+    def _evaluate_and_save(self, step: int) -> None:
+        last, every = step >= self.training.steps, self.training.eval_every
+        if (last or (every and step and step % every == 0)) and self.evaluated[0] != step:
+            self.evaluated = (step, self._evaluate())
+            memory = self.worker.gather(peak_memory_mb())
+            self._record({"kind": "evaluation", "step": step, "scores": self.evaluated[1], "lm_memory": memory})
+        if step and (last or step % self.training.checkpoint_every == 0) and self.saved != step:
+            with self.worker.together(f"saving step {step}"):
+                if self.worker.world_rank == 0:
+                    scores = self.evaluated[1] if self.evaluated[0] == step else {}
+                    path = self.group.save(self.worker.fingerprint, scores, self.loop.extra)
+                    self._record({"kind": "checkpoint", "step": step, "path": path})
+            self.saved = step
+
+    def _evaluate(self) -> dict[str, Any]:
+        facts = [self.worker.encoder.encode(record.edit) for record in self.records]
+        self.worker.note("tracing held-out edits")
+        traces = self.worker.trace(facts, role="evaluation")
+        with self.worker.together("sending held-out traces"):
+            self.group.put_traces(EVALUATION, self.worker.world_rank, traces)
+        with self.worker.together("waiting for the shifts of held-out edits"):
+            shifts, solved = self.group.solve(EVALUATION, self.worker.shift_dtype)
+        self.worker.note("measuring held-out edits")
+        return self.worker.evaluate(self.records, shifts, solved["mean_residual"]).scores()
+
+    def _record_step(self, step: int, stepped: Stepped) -> None:
+        if not stepped.actors:  # only rank 0 asks the actors
+            return
+        first = stepped.actors[0]
+        self._record(
+            {
+                "kind": "step",
+                "step": step,
+                **vars(stepped.report),
+                "damping": first["damping"],
+                "edit_lr": first["edit_lr"],
+                "bytes_moved": stepped.bytes_moved,
+                "hypernet_memory": [actor["memory"] for actor in stepped.actors],
+                "cache_mb": round(sum(cache.used_bytes for cache in set(self.worker.caches.values())) / 2**20, 1),
+            }
+        )
+
+    def _record(self, row: dict[str, Any]) -> None:
+        if self.worker.world_rank == 0:
+            self.loop.board.record.remote(row)

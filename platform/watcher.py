@@ -1,0 +1,34 @@
+"""Ends the MLflow run of a driver that died: `MLFLOW_TRACKING_URI=… python -m malmen.platform.watcher RUN_ID DRIVER`.
+
+It sleeps on a pipe from the driver and imports nothing heavy before it is needed. The store's address comes through
+the environment, because it may hold a password and everyone can read a command line.
+"""
+
+from __future__ import annotations
+
+import sys
+
+ENDED = "ended"  # the driver's last line when there is nothing left to do
+DRIVER_TAG = "malmen.driver"  # which driver a run belongs to now: a resumed run has another one
+
+
+def main() -> None:
+    """Wait for the driver's last line; its end without one means that it was killed."""
+    run_id, driver = sys.argv[1:]
+    said = sys.stdin.readline().strip()
+    if said != ENDED:
+        end_run(run_id, driver, said or "KILLED")
+
+
+def end_run(run_id: str, driver: str, status: str) -> None:
+    """Set the status of a run that is still this driver's."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient()
+    run = client.get_run(run_id)
+    if run.info.status == "RUNNING" and run.data.tags.get(DRIVER_TAG) == driver:
+        client.set_terminated(run_id, status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Killing parts of a run at a chosen moment, as a machine would: SIGKILL, without a goodbye."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from malmen.platform.hypernet_actor import HypernetActor
+
+
+def die_once(mark: Path) -> None:
+    """Whoever comes first leaves the mark and is killed; all others live."""
+    try:
+        os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dying_actor(deaths: Mapping[int, tuple[str, str]], marks: Path) -> type[HypernetActor]:
+    """HypernetActor with deaths by step: one of the actors dies in a method, `before` or `after` its work."""
+
+    def fatal(method: str) -> Callable[..., Any]:
+        original = getattr(HypernetActor, method)
+
+        def call(self: HypernetActor, generation: str, step: int, *args: Any) -> Any:
+            if deaths.get(step) == (method, "before"):
+                die_once(marks / f"actor{step}")
+            answer = original(self, generation, step, *args)
+            if deaths.get(step) == (method, "after"):
+                die_once(marks / f"actor{step}")
+            return answer
+
+        return call
+
+    methods = {method for method, _ in deaths.values()}
+    return type("HypernetActor", (HypernetActor,), {method: fatal(method) for method in methods})
+
+
+def dying_loop(deaths: Mapping[int, str], marks: Path) -> Callable[[Mapping[str, Any]], None]:
+    """The ranks' loop, in which one of them dies while it is in `trace` or `meta_backward` for the n-th time."""
+
+    def loop(settings: Mapping[str, Any]) -> None:
+        from malmen.platform import train_loop
+        from malmen.platform.lm_worker import LMWorker
+
+        calls = {"trace": 0, "meta_backward": 0}
+
+        class DyingWorker(LMWorker):
+            def _count(self, method: str) -> None:
+                calls[method] += 1
+                if deaths.get(calls[method]) == method:
+                    die_once(marks / f"lm{calls[method]}{method}")
+
+            def trace(self, *args: Any, **options: Any) -> Any:
+                answer = super().trace(*args, **options)
+                self._count("trace")
+                return answer
+
+            def meta_backward(self, *args: Any) -> Any:
+                self._count("meta_backward")
+                return super().meta_backward(*args)
+
+        train_loop.LMWorker = DyingWorker  # type: ignore[misc]
+        train_loop.train_loop(settings)
+
+    return loop
