@@ -67,7 +67,9 @@ def step_facts(
         records, number = [EditRecord(some[0], some, some)], SIZES.get(config.data.format, 0)
         known = f"{number:,} records" if number else "an unknown number of records"
         given = fact_tokens or answer_tokens
-        source = f"{'given' if given else 'assumed'} lengths, {known}" + ("" if here else f"; no {config.data.train} here")
+        source = f"{'given' if given else 'assumed'} lengths, {known}" + (
+            "" if here else f"; no {config.data.train} here"
+        )
     found: dict[str, list[list[EncodedFact]]] = {
         "edits": [[encode(record.edit)] for record in records],
         "equivalents": [list(map(encode, _equivalents(record, config))) for record in records],

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
-from torch.utils.weakref import WeakIdKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary
 
 HOARDED = 32 * 2**20  # glibc's largest mmap threshold: freed blocks up to it stay with the process, larger ones do not
 
@@ -77,13 +77,12 @@ class Meter(TorchDispatchMode):
         return out
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        outputs = [out] if isinstance(out, Tensor) else [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         flops = _flops(func, args, kwargs, out)
         if flops:
             self.cost.flops[outputs[0].dtype] += round(flops * self.weight)
-        elif not func.is_view:
-            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            self.cost.touched += self.weight * sum(leaf.numel() * leaf.element_size() for leaf in inputs + outputs)
+        elif not func.is_view:  # two read, one written
+            self.cost.touched += 3 * self.weight * sum(leaf.numel() * leaf.element_size() for leaf in outputs)
         self.cost.calls += self.weight * (not func.is_view)
         for tensor in outputs:
             self._hold(tensor)

@@ -70,10 +70,11 @@ class Rank:
 
     def run(self) -> None:
         """Up to the last step, however often something is lost on the way."""
-        step, traces, losses = self._recover(), None, 0
-        self.saved = step
+        step, traces, losses, restored = -1, None, 0, False
         while True:
             try:
+                if not restored:
+                    step, traces, restored = self._go_on(step), None, True
                 self._evaluate_and_save(step)
                 if step >= self.training.steps:
                     return
@@ -89,7 +90,7 @@ class Rank:
                     ) from error
                 logger.warning("step %d: %s; healing", step, error)
                 self._record({"kind": "lost", "step": step, "why": str(error)})
-                step, traces = self._go_on(step), None
+                restored = False
 
     def _go_on(self, step: int) -> int:
         """Recover; where the lost step turns out to be done, its report is asked for again."""
@@ -111,9 +112,14 @@ class Rank:
             except HypernetLost as error:
                 logger.warning("healing failed: %s; once more", error)
                 continue
-            step, self.group.generation = self.worker.gather((step, self.group.generation))[0]
+            found = (step, self.group.generation, self._saved_step() if self.worker.world_rank == 0 else -1)
+            step, self.group.generation, self.saved = self.worker.gather(found)[0]
             return step
         raise EditError("the hypernet actors could not be brought together; see the log of the Ray cluster")
+
+    def _saved_step(self) -> int:
+        names = RunStore(self.loop.run).checkpoints()
+        return int(read_state(RunStore(self.loop.run).join(names[-1]))["step"]) if names else -1
 
     def _newest_checkpoint(self) -> str | None:
         if not RunStore(self.loop.run).checkpoints():

@@ -1,0 +1,169 @@
+"""What a hyper-network actor needs: θ by its shapes, and a rehearsal of one step on torch's meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from malmen.config import Config
+from malmen.data.tokens import EncodedFact
+from malmen.editor import Editor
+from malmen.hypernet import Statistics
+from malmen.layers import LayerSpec
+from malmen.least_squares import DualSolution, NormalEquation, solve_least_squares
+from malmen.platform.plan_meter import Cost, Meter
+from malmen.shards import PartOfDual, Share, SolvedShard, divide
+from malmen.trace import LayerTrace, Traces
+
+
+@dataclass
+class RehearsedHypernet:
+    """One actor's share of a step, in bytes; of several actors that which needs most."""
+
+    theta: int = 0  # the parameters
+    norms: int = 0  # the normalisers' statistics
+    adam: int = 0
+    features: int = 0  # keys and value gradients
+    value_diffs: int = 0
+    kept: int = 0  # factors, and what else a solution keeps for the way back
+    shifts: int = 0  # of the actor's layers, in float64
+    shift_grads: int = 0  # received
+    pullbacks: int = 0  # M, or ∇_D L, of all layers
+    solve_peak: int = 0  # held at once while solving, features included
+    backward_peak: int = 0  # the same while back-propagating, θ's gradient included
+    small_peak: int = 0  # the part of both that the allocator may keep
+    tokens: int = 0  # rows of all its layers
+    forms: set[str] = field(default_factory=set)  # primal, dual
+    gathered: int = 0  # bytes that shards of one layer send each other
+    costs: dict[str, Cost] = field(default_factory=dict)
+
+    @property
+    def permanent(self) -> int:
+        """What stays between steps."""
+        return self.theta + self.norms + self.adam
+
+    @property
+    def peak(self) -> int:
+        """Beside what is permanent."""
+        return max(self.solve_peak, self.backward_peak)
+
+
+def rehearse_hypernet(
+    config: Config, layers: list[LayerSpec], edits: Sequence[EncodedFact], dtype: torch.dtype
+) -> RehearsedHypernet:
+    """One step of the actor whose share is the largest; `dtype` is the LM's."""
+    counts = {layer.name: sum(fact.num_traced(layer.stack, config.editor.tokens) for fact in edits) for layer in layers}
+    sizes = {layer.name: layer.key_size + layer.value_size for layer in layers}
+    plan = divide([layer.name for layer in layers], config.cluster.hypernet_actors)
+    shares = max(plan, key=lambda some: sum(_rows(share, counts) * sizes[share.layer] for share in some))
+    with torch.device("meta"):
+        editor = _Rehearsed(layers, config)
+    editor.shards = _Shards(counts, {name: sum(name in _layers(some) for some in plan) for name in counts})
+    found = RehearsedHypernet(tokens=sum(_rows(share, counts) for share in shares))
+    found.theta, found.norms = _bytes(editor.parameters()), _bytes(editor.buffers())
+    found.adam = 2 * found.theta + 4 * len(list(editor.parameters()))  # Adam's own count of steps
+    _rehearse(editor, found, {share.layer: _rows(share, counts) for share in shares}, dtype)
+    found.costs["adam"] = Cost(touched=10.0 * found.theta, calls=8.0 * len(list(editor.parameters())))
+    return found
+
+
+def _rehearse(editor: Editor, found: RehearsedHypernet, rows: dict[str, int], dtype: torch.dtype) -> None:
+    """observe · solve · backward, as the actor does it."""
+    meter = Meter(*editor.parameters(), *editor.buffers())
+    with meter:
+        traces: Traces = {
+            layer.name: LayerTrace(
+                torch.empty(rows[layer.name], layer.key_size, dtype=dtype, device="meta"),
+                torch.empty(rows[layer.name], layer.value_size, dtype=dtype, device="meta"),
+            )
+            for layer in editor.layers
+            if layer.name in rows
+        }
+    with meter.stage(found.costs, "solve"):
+        editor.observe(traces)
+        solved = editor.solve(traces, training=True)
+        solved.residuals()
+    found.solve_peak, meter.peak = meter.peak, meter.held
+    found.features = _bytes(tensor for pair in traces.values() for tensor in pair)
+    found.value_diffs, found.shifts = _bytes(solved.value_diffs.values()), _bytes(solved.shifts.values())
+    shards = editor.shards
+    assert isinstance(shards, _Shards)
+    found.kept, found.pullbacks = shards.kept, shards.pullbacks
+    found.forms, found.gathered = shards.forms or {"sum"}, shards.gathered
+    with meter:
+        wanted = torch.promote_types(dtype, torch.float32)
+        grads = {name: shift.new_empty(shift.shape, dtype=wanted) for name, shift in solved.shifts.items()}
+    found.shift_grads = _bytes(grads.values())
+    with meter.stage(found.costs, "hypernet"):
+        editor.backward(solved, grads)
+    found.backward_peak, found.small_peak = meter.peak, meter.small_peak
+
+
+class _Rehearsed(Editor):
+    """An editor without numbers."""
+
+    def damping(self) -> dict[str, float]:
+        """Any will do."""
+        return {layer.name: 1.0 for layer in self.layers}
+
+
+class _Shards:
+    """The other editors, as far as memory goes: what they send is there, whatever it is."""
+
+    def __init__(self, counts: Mapping[str, int], holders: Mapping[str, int]) -> None:
+        self.counts, self.holders = counts, holders
+        self.kept = self.gathered = self.pullbacks = 0
+        self.forms: set[str] = set()
+
+    def gather_statistics(self, mine: Mapping[str, Statistics]) -> Iterable[tuple[str, Statistics]]:
+        """One's own: the others' are vectors."""
+        return mine.items()
+
+    def solve(self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float) -> SolvedShard:
+        """As `ProcessGroupShards` does it."""
+        dual, solution = self.counts[layer] < keys.shape[1], None
+        if self.holders[layer] == 1:
+            alone = solve_least_squares(keys, value_diffs, damping)
+            factor, solution = alone.factor, alone
+        elif dual:
+            all_keys, all_diffs = (part.new_empty(self.counts[layer], part.shape[1]) for part in (keys, value_diffs))
+            whole = DualSolution.of(all_keys, all_diffs, damping)
+            factor, solution = whole.factor, PartOfDual(whole, all_keys, slice(0, len(keys)))
+            self.gathered += _bytes((all_keys, all_diffs))
+            self.kept += _bytes((all_keys,))
+        else:
+            equation = NormalEquation.of(keys, value_diffs)
+            self.gathered += _bytes((equation.gram, equation.cross))
+            primal = equation.solve(damping)
+            factor, solution = primal.factor, primal
+        self.kept += _bytes((factor,)) + (8 * self.counts[layer] * value_diffs.shape[1] if dual else 0)
+        self.pullbacks += 8 * value_diffs.shape[1] * (self.counts[layer] if dual else keys.shape[1])
+        self.forms.add("dual" if dual else "primal")
+        return solution
+
+    def sum_shift(self, layer: str, shift: Tensor) -> Tensor:
+        """One's own is as large as the sum."""
+        return shift
+
+    def leads(self, layer: str) -> bool:
+        """It might."""
+        return True
+
+    def sum_grads(self, parameters: Iterable[nn.Parameter]) -> None:
+        """In place."""
+
+
+def _rows(share: Share, counts: Mapping[str, int]) -> int:
+    rows = share.rows(counts[share.layer])
+    return rows.stop - rows.start
+
+
+def _layers(shares: Iterable[Share]) -> set[str]:
+    return {share.layer for share in shares}
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,129 @@
+"""Memory of one process of each role, item by item."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from malmen.config import Config
+from malmen.platform.plan_data import StepFacts
+from malmen.platform.plan_hypernet import RehearsedHypernet
+from malmen.platform.plan_lm import PlannedLM, RehearsedLM, cache_bytes
+
+MB, GB = 2**20, 2**30
+
+# Measured, see docs/plan.md: python, torch, ray and, in an LM worker, transformers, before anything is loaded.
+_BASE = {"LM worker": 590 * MB, "hypernet actor": 480 * MB}
+_DEEPSPEED = 100 * MB  # more of it where DeepSpeed shards
+_HOARDED = 0.75  # of the blocks that glibc may keep: so much is held beyond what is in use
+_RECORD, _FACT = 5500, 500  # bytes of a parsed record and of an encoded fact
+
+# Assumed, because there is no GPU here to measure: CUDA's context and workspaces, and what the allocator leaves unused.
+_CUDA = GB
+_FRAGMENTS = 0.1
+
+
+@dataclass(frozen=True)
+class Item:
+    """Something that a process holds when it holds most."""
+
+    name: str
+    bytes: int
+
+
+@dataclass
+class Role:
+    """One process of a role."""
+
+    name: str
+    processes: int
+    device: str  # cpu or cuda
+    items: list[Item] = field(default_factory=list)
+    limit: int = 0  # bytes that it may have
+
+    @property
+    def total(self) -> int:
+        """At the peak."""
+        return sum(item.bytes for item in self.items)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it has that much."""
+        return self.total <= self.limit
+
+    def add(self, name: str, size: float) -> None:
+        """One more item, if it is anything."""
+        if size > 0:
+            self.items.append(Item(name, round(size)))
+
+
+def lm_role(config: Config, planned: PlannedLM, facts: StepFacts, found: RehearsedLM, device: str) -> Role:
+    """An LM worker at its peak: in the meta loss, or tracing ahead with the shifts still there."""
+    workers, overlap = config.cluster.lm_workers, config.cluster.overlap
+    role = Role("LM worker", workers, device)
+    sharded = config.lm.sharding == "zero3"
+    _base(role, more=_DEEPSPEED if sharded else 0)
+    role.add("weights" + (f", 1/{workers}" if sharded else ""), planned.weight_bytes / (workers if sharded else 1))
+    if sharded:
+        role.add("whole weights gathered at once", planned.gathered_bytes())
+    shifts, features = planned.shift_bytes, planned.feature_bytes(facts.edits, config.editor.tokens) // workers
+    meta = found.meta_peak + features
+    ahead = found.trace_peak + 2 * features + 2 * shifts if overlap else found.trace_peak + features
+    held = {
+        "traces of its edits" + (", two steps" if overlap and ahead > meta else ""): features * (1 + (ahead > meta)),
+        "shifts, as leaves, and their gradients": shifts * (3 if meta >= ahead else 2),
+    }
+    if meta >= ahead:
+        held["W + S, or S in the LM's type"] = _matrices(planned, planned.lm.dtype.itemsize)
+    for name, size in held.items():
+        role.add(name, size)
+    role.add("activations and logits of a micro-batch", max(meta, ahead) - sum(held.values()))
+    role.add("cache of what recurs", cache_bytes(config, planned, facts))
+    if device == "cpu":
+        used = min(config.training.steps * config.training.num_edits, facts.num_records)
+        per_edit = sum(len(some) for some in facts.roles.values()) / config.training.num_edits
+        role.add("records and their tokens", facts.num_records * _RECORD + used * per_edit * _FACT)
+        role.add("pages of Ray's object store", 2 * shifts + (1 + overlap) * features)
+    _allocator(role, found.small_peak, max(meta, ahead))
+    return role
+
+
+def hypernet_role(config: Config, found: RehearsedHypernet, device: str) -> Role:
+    """A hyper-network actor at its peak: solving, or back-propagating."""
+    role = Role("hypernet actor", config.cluster.hypernet_actors, device)
+    _base(role)
+    role.add("θ", found.theta)
+    role.add("Adam", found.adam)
+    role.add("normalisers", found.norms)
+    held = {
+        "keys and value gradients": found.features,
+        "value_diffs": found.value_diffs,
+        f"factors ({' and '.join(sorted(found.forms))})": found.kept,
+        "shifts in float64": found.shifts,
+    }
+    if found.backward_peak >= found.solve_peak:
+        held |= {"shift gradients": found.shift_grads, "pullbacks": found.pullbacks, "gradient of θ": found.theta}
+    for name, size in held.items():
+        role.add(name, size)
+    role.add(f"activations of {config.batch.hypernet_rows} rows, temporaries", found.peak - sum(held.values()))
+    if device == "cpu":
+        role.add("pages of Ray's object store", (1 + config.cluster.overlap) * found.features + 2 * found.shift_grads)
+    _allocator(role, found.small_peak, found.peak)
+    return role
+
+
+def _base(role: Role, more: int = 0) -> None:
+    if role.device == "cpu":
+        role.add("python, torch, ray" + (", transformers" if "LM" in role.name else ""), _BASE[role.name] + more)
+    else:
+        role.add("CUDA (assumed)", _CUDA)
+
+
+def _allocator(role: Role, small: int, peak: int) -> None:
+    if role.device == "cpu":
+        role.add("freed, but kept by glibc", _HOARDED * small)
+    else:
+        role.add("fragments (assumed)", _FRAGMENTS * peak)
+
+
+def _matrices(planned: PlannedLM, size: int) -> int:
+    return sum(layer.key_size * layer.value_size for layer in planned.layers) * size
