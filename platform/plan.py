@@ -1,4 +1,4 @@
-"""What a run will need, before anything runs: memory by role, bytes moved, FLOPs and seconds by stage, and whether it fits.
+"""What a run will need, before anything runs: memory by role, bytes moved, FLOPs and seconds by stage; whether it fits.
 
 Nothing is loaded or computed: the step's own code runs on torch's meta device (plan_meter.py), with the model's shape
 alone (shapes.py).
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from malmen.config import Config
+from malmen.layers import LayerSpec
 from malmen.platform.plan_data import StepFacts, step_facts
 from malmen.platform.plan_hypernet import RehearsedHypernet, rehearse_hypernet
 from malmen.platform.plan_lm import PlannedLM, RehearsedLM, plan_lm, rehearse_lm
@@ -73,9 +74,14 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """For JSON; bytes as they are."""
         roles = [
-            {**asdict(role), "total": role.total, "fits": role.fits, "items": {item.name: item.bytes for item in role.items}}
+            {
+                **asdict(role),
+                "items": {item.name: item.bytes for item in role.items},
+                "total": role.total,
+                "fits": role.fits,
+            }
             for role in (self.lm, self.hypernet)
-        ]  # fmt: skip
+        ]
         return {
             "model": self.config.model.name, "parameters": self.parameters, "dtype": self.dtype, "layers": self.layers,
             "facts": self.facts, "edit_tokens": self.edit_tokens, "fits": self.fits, "roles": roles,
@@ -117,7 +123,7 @@ class Planner:
             str(dtype).removeprefix("torch."),
             [layer.name for layer in model.layers],
             sum(len(some) for some in facts.roles.values()),
-            max(sum(fact.num_traced(layer.stack, config.editor.tokens) for fact in facts.edits) for layer in model.layers),
+            max(_num_traced(facts, layer, config.editor.tokens) for layer in model.layers),
             lm_process,
             actor,
             machine,
@@ -125,7 +131,7 @@ class Planner:
             stages,
             step_seconds(config, stages),
             self._assumptions(config, model, facts, rehearsed, rates, (network, gather)),
-        )  # fmt: skip
+        )
 
     def _set_limits(self, lm: Role, actor: Role) -> tuple[int, int] | None:
         """By option, a GPU's, or this machine's; in the last case all processes must fit together."""
@@ -152,8 +158,8 @@ class Planner:
             f"network {bandwidths[0] / 1e9:g} GB/s between processes",
         ]
         if config.lm.sharding == "zero3":
-            found.append(f"ZeRO-3 gathers weights at {bandwidths[1] / 1e9:g} GB/s")
-        if self._hypernet(config, planned_dtype(config)).tokens and facts.recurring(config):
+            found.append(f"ZeRO-3 gathers weights at {bandwidths[1] / 1e9:g} GB/s, and keeps up to 1e9 of them whole")
+        if facts.recurring(config):
             found.append(f"facts that come again within the run: {', '.join(facts.recurring(config))}")
         return found
 
@@ -176,7 +182,9 @@ class Planner:
         names = ("model", "lm", "data", "training", "editor.layers", "editor.ffn", "editor.tokens")
         key = _key(config, dtype, *names, "batch.token_budget", "cluster.lm_workers")
         if key not in self._lms:
-            self._lms[key] = rehearse_lm(config, self._model(config, dtype), self._step_facts(config, dtype))
+            self._lms[key] = rehearse_lm(
+                config, self._model(config, dtype), self._step_facts(config, dtype), find_devices(config)[0]
+            )
         return self._lms[key]
 
     def _hypernet(self, config: Config, dtype: torch.dtype) -> RehearsedHypernet:
@@ -211,6 +219,10 @@ def planned_dtype(config: Config) -> torch.dtype:
     if config.model.dtype != "auto":
         return getattr(torch, config.model.dtype)  # type: ignore[no-any-return]
     return torch.bfloat16 if find_devices(config)[0] == "cuda" else torch.float32
+
+
+def _num_traced(facts: StepFacts, layer: LayerSpec, tokens: str) -> int:
+    return sum(fact.num_traced(layer.stack, tokens) for fact in facts.edits)
 
 
 def _key(config: Config, dtype: torch.dtype, *names: str) -> str:

@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from malmen.config import Config, parse_config
 from malmen.platform.plan import Plan, Planner
 
 _SMALLEST = 64  # tokens or rows of a batch, edits, rank: below that it is no longer the same run
+_SHOWN = 3  # pairs of changes, where both roles need one
+
+Settings = tuple[str, ...]
+Way = list[Settings]  # the mildest first; each needs less memory than the one before
+Fits = Callable[[Plan], bool]
 
 
 @dataclass(frozen=True)
 class Advice:
     """Settings to change, and what a process of each role needs then."""
 
-    settings: tuple[str, ...]
+    settings: Settings
     lm: int
     hypernet: int
 
 
 def advise(planner: Planner, plan: Plan) -> list[Advice]:
-    """Single changes that make the plan fit; if there is none, the changes of both roles together."""
+    """Changes that make a plan fit: of one setting where that is enough, else of one for each role, else of many."""
     if plan.fits:
         return []
-    ways = [*_lm_ways(plan), *_hypernet_ways(plan)]
-    found = [advice for way in ways if (advice := _first_that_fits(planner, plan.config, way))]
-    if found:
-        return found
-    settings = _furthest(planner, plan, ways)
-    changed = planner.plan(change(plan.config, settings)) if settings else plan
-    return [Advice(settings, changed.lm.total, changed.hypernet.total)] if changed.fits else []
+    alone = plan.lm.fits and plan.hypernet.fits  # then only all processes together are too much
+    lm_ways = [] if plan.hypernet.fits is False and plan.lm.fits else list(_lm_ways(plan))
+    actor_ways = [] if plan.lm.fits is False and plan.hypernet.fits else list(_hypernet_ways(plan))
+    lm_fits: Fits = (lambda other: other.fits) if alone else (lambda other: other.lm.fits)
+    actor_fits: Fits = (lambda other: other.fits) if alone else (lambda other: other.hypernet.fits)
+    for_lm = [found for way in lm_ways if (found := _mildest(planner, plan.config, (), way, lm_fits))]
+    for_actor = [found for way in actor_ways if (found := _mildest(planner, plan.config, (), way, actor_fits))]
+    both = not plan.lm.fits and not plan.hypernet.fits
+    pairs = zip(for_lm, for_actor, strict=False) if both else ((one, ()) for one in [*for_lm, *for_actor])
+    tried = [_advice(planner, plan.config, (*one, *other)) for one, other in list(pairs)[: _SHOWN if both else None]]
+    return [found for found in tried if found] or _many(planner, plan, [*lm_ways, *actor_ways])
 
 
 def change(config: Config, settings: Sequence[str]) -> Config:
@@ -44,29 +53,54 @@ def change(config: Config, settings: Sequence[str]) -> Config:
     return parse_config(raw, "the changed config")
 
 
-Way = list[tuple[str, ...]]  # settings, the mildest first
+def _mildest(planner: Planner, config: Config, before: Settings, way: Way, fits: Fits) -> Settings | None:
+    """Of a way, the mildest settings with which it fits; None where even the furthest do not."""
+    if not way or not fits(planner.plan(change(config, (*before, *way[-1])))):
+        return None
+    return next(settings for settings in way if fits(planner.plan(change(config, (*before, *settings)))))
+
+
+def _advice(planner: Planner, config: Config, settings: Settings) -> Advice | None:
+    changed = planner.plan(change(config, settings))
+    return Advice(settings, changed.lm.total, changed.hypernet.total) if changed.fits else None
+
+
+def _many(planner: Planner, plan: Plan, ways: Sequence[Way]) -> list[Advice]:
+    """All ways as far as they go, then each as mild as the others allow."""
+    chosen = {index: way[-1] for index, way in enumerate(ways) if way}
+
+    def settings(without: int | None = None) -> Settings:
+        return tuple(setting for index, some in chosen.items() if index != without for setting in some)
+
+    if _advice(planner, plan.config, settings()) is None:
+        return []
+    for index in list(chosen):
+        if _advice(planner, plan.config, settings(without=index)):
+            del chosen[index]
+            continue
+        mildest = _mildest(planner, plan.config, settings(without=index), ways[index], lambda other: other.fits)
+        chosen[index] = mildest or chosen[index]
+    found = _advice(planner, plan.config, settings())
+    return [found] if found else []
+
+
+# --- ways --------------------------------------------------------------------------------------------
 
 
 def _lm_ways(plan: Plan) -> Iterator[Way]:
-    config, budget = plan.config, plan.config.batch.token_budget
-    if plan.lm.fits and (plan.machine is None or plan.machine[0] <= plan.machine[1]):
-        return
-    yield [(f"batch.token_budget={size}",) for size in _halves(budget)]
-    if config.batch.cache_mb:
-        yield [("batch.cache_mb=0",)]
-    if plan.dtype == "float32":
-        yield [("model.dtype=bfloat16",)]
+    config = plan.config
+    yield [(f"batch.token_budget={size}",) for size in _halves(config.batch.token_budget)]
+    yield [("batch.cache_mb=0",)] if config.batch.cache_mb else []
+    yield [("model.dtype=bfloat16",)] if plan.dtype == "float32" else []
     more = [count for count in (2, 4, 8, 16, 32, 64) if count > config.cluster.lm_workers]
-    if config.lm.sharding == "none":
-        more = [count for count in (config.cluster.lm_workers, *more) if count > 1]
+    if config.lm.sharding == "none" and config.cluster.lm_workers > 1:
+        more = [config.cluster.lm_workers, *more]
     yield [("lm.sharding=zero3", f"cluster.lm_workers={count}") for count in more]
     yield _fewer_layers(config)
 
 
 def _hypernet_ways(plan: Plan) -> Iterator[Way]:
     config = plan.config
-    if plan.hypernet.fits and (plan.machine is None or plan.machine[0] <= plan.machine[1]):
-        return
     actors = [count for count in (2, 3, 4, 6, 8, 12, 16, 32, 64) if count > config.cluster.hypernet_actors]
     yield [(f"cluster.hypernet_actors={count}",) for count in actors]
     yield [(f"batch.hypernet_rows={size}",) for size in _halves(config.batch.hypernet_rows)]
@@ -88,37 +122,3 @@ def _fewer_layers(config: Config) -> Way:
     if match is None:
         return []
     return [(f"editor.layers={match[1]}:{count}",) for count in range(int(match[2]) - 1, 0, -1)]
-
-
-def _first_that_fits(planner: Planner, config: Config, way: Way) -> Advice | None:
-    """The mildest change of a way that fits; none where even the furthest does not."""
-    if not way or not planner.plan(change(config, way[-1])).fits:
-        return None
-    for settings in way:
-        changed = planner.plan(change(config, settings))
-        if changed.fits:
-            return Advice(settings, changed.lm.total, changed.hypernet.total)
-    return None
-
-
-def _furthest(planner: Planner, plan: Plan, ways: Sequence[Way]) -> tuple[str, ...]:
-    """Way after way, each as far as it helps, until everything fits."""
-    settings: tuple[str, ...] = ()
-    best = plan
-    for way in ways:
-        helps: tuple[str, ...] = ()
-        for step in way:
-            changed = planner.plan(change(plan.config, (*settings, *step)))
-            if _excess(changed) < _excess(best):
-                best, helps = changed, step
-            if changed.fits:
-                break
-        settings = (*settings, *helps)
-        if best.fits:
-            break
-    return settings
-
-
-def _excess(plan: Plan) -> int:
-    over = [max(0, role.total - role.limit) for role in (plan.lm, plan.hypernet)]
-    return sum(over) + (max(0, plan.machine[0] - plan.machine[1]) if plan.machine else 0)

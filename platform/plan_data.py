@@ -37,7 +37,8 @@ class StepFacts:
     edits: list[EncodedFact]
     equivalents: list[EncodedFact]
     unrelated: list[EncodedFact]
-    num_records: int
+    pools: dict[str, float]  # by role, tokens of all the facts that a record has to draw from
+    num_records: int  # 0: unknown
     source: str
 
     @property
@@ -51,6 +52,11 @@ class StepFacts:
             return ()
         return ("unrelated",) if config.data.train == "builtin" else tuple(self.roles)
 
+    def recurring_tokens(self, config: Config, role: str) -> float:
+        """Of all different facts of a role that the run will draw, roughly."""
+        drawn = config.training.steps * sum(fact.length for fact in self.roles[role])
+        return min(drawn, self.pools[role] * self.num_records) if self.num_records else drawn
+
 
 def step_facts(
     config: Config, lm: LanguageModel, fact_tokens: int | None = None, answer_tokens: int | None = None
@@ -63,26 +69,29 @@ def step_facts(
         source = f"{len(records)} records of {config.data.train}, {how}"
     else:
         encode = _constant(config, lm.kind, fact_tokens or FACT_TOKENS, answer_tokens or ANSWER_TOKENS)
-        some = (Fact("", ""),) * max(training.equivalents_per_edit, training.unrelated_per_edit)
-        records, number = [EditRecord(some[0], some, some)], SIZES.get(config.data.format, 0)
+        some = (Fact("", ""),)
+        record = EditRecord(*some, some * training.equivalents_per_edit, some * training.unrelated_per_edit)
+        records, number = [record], SIZES.get(config.data.format, 0)
         known = f"{number:,} records" if number else "an unknown number of records"
         given = fact_tokens or answer_tokens
         source = f"{'given' if given else 'assumed'} lengths, {known}" + (
             "" if here else f"; no {config.data.train} here"
         )
-    found: dict[str, list[list[EncodedFact]]] = {
+    pools: dict[str, list[list[EncodedFact]]] = {
         "edits": [[encode(record.edit)] for record in records],
-        "equivalents": [list(map(encode, _equivalents(record, config))) for record in records],
-        "unrelated": [list(map(encode, record.unrelated[: training.unrelated_per_edit])) for record in records],
+        "equivalents": [[encode(fact) for fact in record.equivalents or (record.edit,)] for record in records],
+        "unrelated": [[encode(fact) for fact in record.unrelated] for record in records],
     }
-    step = {role: _repeat(parts, training.num_edits) for role, parts in found.items()}
-    return StepFacts(**step, num_records=number, source=source)
-
-
-def _equivalents(record: EditRecord, config: Config) -> list[Fact]:
-    """As the sampler takes them."""
-    some = list(record.equivalents or (record.edit,))[: config.training.equivalents_per_edit]
-    return [record.edit, *some] if config.training.include_edit and record.equivalents else some
+    equivalents = [pool[: training.equivalents_per_edit] for pool in pools["equivalents"]]
+    if training.include_edit:
+        equivalents = [edit + some for edit, some in zip(pools["edits"], equivalents, strict=True)]
+    unrelated = [pool[: training.unrelated_per_edit] for pool in pools["unrelated"]]
+    return StepFacts(
+        *(_repeat(parts, training.num_edits) for parts in (pools["edits"], equivalents, unrelated)),
+        {role: sum(fact.length for pool in parts for fact in pool) / len(parts) for role, parts in pools.items()},
+        number,
+        source,
+    )
 
 
 def _repeat(parts: Sequence[list[EncodedFact]], number: int) -> list[EncodedFact]:

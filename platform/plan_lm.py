@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -88,19 +88,19 @@ def plan_lm(config: Config, dtype: torch.dtype) -> PlannedLM:
 
 def cache_bytes(config: Config, planned: PlannedLM, facts: StepFacts) -> int:
     """What the cache will hold of the facts that recur: all that there is of them, up to its budget."""
-    lm, roles, per_edit = planned.lm, facts.recurring(config), 0.0
+    lm, needed = planned.lm, 0.0
     hidden = int(cast(Any, lm.model).config.hidden_size) * lm.dtype.itemsize
-    kept = {"edits": 0, "equivalents": 1, "unrelated": 2} if lm.kind != "encoder-decoder" else {}
-    for role in roles:
-        some = facts.roles[role]
-        per_edit += kept.get(role, 0) * hidden * sum(fact.length for fact in some) / config.training.num_edits
-    if "edits" in roles:
-        per_edit += planned.feature_bytes(facts.edits, config.editor.tokens) / config.training.num_edits
-    records = facts.num_records or config.training.steps * config.training.num_edits
-    return min(config.batch.cache_mb * 2**20, round(per_edit * records / config.cluster.lm_workers))
+    states = {"equivalents": 1, "unrelated": 2} if lm.kind != "encoder-decoder" else {}
+    for role in facts.recurring(config):
+        tokens = facts.recurring_tokens(config, role)
+        needed += tokens * hidden * states.get(role, 0)
+        if role == "edits":
+            step = planned.feature_bytes(facts.edits, config.editor.tokens)
+            needed += step * tokens / sum(fact.length for fact in facts.edits)
+    return min(config.batch.cache_mb * 2**20, round(needed / config.cluster.lm_workers))
 
 
-def rehearse_lm(config: Config, planned: PlannedLM, facts: StepFacts) -> RehearsedLM:
+def rehearse_lm(config: Config, planned: PlannedLM, facts: StepFacts, device: str = "cpu") -> RehearsedLM:
     """Trace and meta loss of one worker, with the largest micro-batch of each role."""
     lm, layers, found = planned.lm, planned.layers, RehearsedLM()
     batches = {role: _largest(some, config, found) for role, some in facts.roles.items()}
@@ -108,8 +108,9 @@ def rehearse_lm(config: Config, planned: PlannedLM, facts: StepFacts) -> Rehears
     with _one_block_for_all(lm, layers, meter):
         _trace(meter, found.costs, lm, layers, batches["edits"], config)
         found.trace_peak, meter.peak = meter.peak, meter.held
-        with meter:  # as they come from the actors, and as leaves
+        with meter if device == "cpu" else nullcontext():  # they come from the actors into the host's memory
             shifts = {layer.name: torch.empty(layer.value_size, layer.key_size, device="meta") for layer in layers}
+        with meter:
             leaves = make_leaves(lm, shifts)
         _generalization(meter, found.costs, lm, leaves, batches["equivalents"])
         if batches["unrelated"]:

@@ -12,7 +12,7 @@ from malmen.platform.plan_lm import PlannedLM, RehearsedLM, cache_bytes
 MB, GB = 2**20, 2**30
 
 # Measured, see docs/plan.md: python, torch, ray and, in an LM worker, transformers, before anything is loaded.
-_BASE = {"LM worker": 590 * MB, "hypernet actor": 480 * MB}
+_BASE = {"LM worker": 590 * MB, "hypernet actor": 400 * MB}
 _DEEPSPEED = 100 * MB  # more of it where DeepSpeed shards
 _HOARDED = 0.75  # of the blocks that glibc may keep: so much is held beyond what is in use
 _RECORD, _FACT = 5500, 500  # bytes of a parsed record and of an encoded fact
@@ -67,10 +67,11 @@ def lm_role(config: Config, planned: PlannedLM, facts: StepFacts, found: Rehears
         role.add("whole weights gathered at once", planned.gathered_bytes())
     shifts, features = planned.shift_bytes, planned.feature_bytes(facts.edits, config.editor.tokens) // workers
     meta = found.meta_peak + features
-    ahead = found.trace_peak + 2 * features + 2 * shifts if overlap else found.trace_peak + features
+    received = 1 if device == "cpu" else 0  # on a GPU they stay with the host, like the gradients that are sent
+    ahead = found.trace_peak + (2 * features + (received + 1) * shifts if overlap else features)
     held = {
         "traces of its edits" + (", two steps" if overlap and ahead > meta else ""): features * (1 + (ahead > meta)),
-        "shifts, as leaves, and their gradients": shifts * (3 if meta >= ahead else 2),
+        "shifts and their gradients": shifts * (received + (2 if meta >= ahead else overlap)),
     }
     if meta >= ahead:
         held["W + S, or S in the LM's type"] = _matrices(planned, planned.lm.dtype.itemsize)
@@ -79,9 +80,8 @@ def lm_role(config: Config, planned: PlannedLM, facts: StepFacts, found: Rehears
     role.add("activations and logits of a micro-batch", max(meta, ahead) - sum(held.values()))
     role.add("cache of what recurs", cache_bytes(config, planned, facts))
     if device == "cpu":
-        used = min(config.training.steps * config.training.num_edits, facts.num_records)
-        per_edit = sum(len(some) for some in facts.roles.values()) / config.training.num_edits
-        role.add("records and their tokens", facts.num_records * _RECORD + used * per_edit * _FACT)
+        drawn = config.training.steps * sum(len(some) for some in facts.roles.values())  # each is kept once encoded
+        role.add("records and their tokens", facts.num_records * _RECORD + drawn * _FACT)
         role.add("pages of Ray's object store", 2 * shifts + (1 + overlap) * features)
     _allocator(role, found.small_peak, max(meta, ahead))
     return role

@@ -112,7 +112,7 @@ class Meter(TorchDispatchMode):
 
 
 class Attention(TorchFunctionMode):
-    """Attention as the fused kernels do it, which keep no (token, token) matrix; meta tensors would take the slow way."""
+    """Attention as fused kernels do it, which keep no (token, token) matrix; meta tensors would take the slow way."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention:

@@ -95,7 +95,7 @@ def _verdict(plan: Plan, advice: Sequence[Advice]) -> list[str]:
     lines = []
     for role in (plan.lm, plan.hypernet):
         if not role.fits:
-            lines.append(f"A {role.name} needs {size(role.total)} and has {size(role.limit)}: it does not fit.")
+            lines.append(f"Each {role.name} needs {size(role.total)} and has {size(role.limit)}: it does not fit.")
     if plan.machine and plan.machine[0] > plan.machine[1]:
         lines.append(
             f"All processes on this machine need {size(plan.machine[0])} and it has {size(plan.machine[1])}: they do "

@@ -24,7 +24,7 @@ _MEMORY = {"cpu": 8e9, "cuda": 1e12}  # bytes a second
 _CALL = 1e-5  # seconds of an operation, however small
 
 NETWORK = 1.25  # GB/s between processes: 10 Gbit/s
-GATHER = {"cpu": NETWORK, "cuda": 100.0}  # GB/s at which ZeRO-3 gathers weights: NVLink within a machine
+GATHER = {"cpu": NETWORK, "cuda": 100.0}  # GB/s among LM workers (ZeRO-3, sums of gradients): NVLink within a machine
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def find_transfers(
 
 
 def _passes(planned: PlannedLM) -> float:
-    """How often three micro-batches (one of each role) go through the weights: what lies below every edit, once each."""
+    """How often three micro-batches, one of each role, go through the weights; below every edit once each."""
     reached = reached_share(planned)
     return 3 * (1 - reached) + 7 * reached  # trace and L_gen: forward, backward; L_loc: two forwards, backward
 
@@ -164,12 +164,13 @@ def find_stages(
     """The stages of a step in their order; network and gather in bytes/s."""
     workers, actors = config.cluster.lm_workers, config.cluster.hypernet_actors
     objects = moved.traces // workers + moved.shifts // workers + moved.shift_grads // min(workers, actors)
-    sums = moved.theta_grads // actors + moved.solve // actors + moved.shift_grad_sum // workers
+    sums = moved.theta_grads // actors + moved.solve // actors
+    gathered = (moved.weights + moved.shift_grad_sum) // workers  # among the LM workers
     found = [_stage(name, lm.costs[name], rates[0]) for name in ("trace", "meta_loss")]
     found += [_stage(name, hypernet.costs[name], rates[1]) for name in ("solve", "hypernet", "adam")]
     found.append(Stage("transfer", 0, objects + sums, (objects + sums) / network))
-    if moved.weights:
-        found.append(Stage("gather", 0, moved.weights // workers, moved.weights / workers / gather))
+    if gathered:
+        found.append(Stage("gather", 0, gathered, gathered / gather))
     return found
 
 

@@ -1,6 +1,6 @@
 """Shapes of well-known models, so that a run of one that is not on this machine can be planned without a network.
 
-The values are those of the models' config.json on the hub, as far as shapes and the number of operations depend on them.
+The values are those of the models' config.json on the hub, as far as shapes and numbers of operations depend on them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ KNOWN: dict[str, dict[str, Any]] = {
     "gpt2-medium": _gpt2(1024, 24, 16),
     "gpt2-large": _gpt2(1280, 36, 20),
     "gpt2-xl": _gpt2(1600, 48, 25),
-    "gpt-j-6b": {"model_type": "gptj", "n_embd": 4096, "n_layer": 28, "n_head": 16, "rotary_dim": 64, "vocab_size": 50400},
+    "gpt-j-6b": _gpt2(4096, 28, 16) | {"model_type": "gptj", "rotary_dim": 64, "vocab_size": 50400},
     "llama-2-7b": _llama(4096, 11008, 32, 32, 32, 32000),
     "llama-2-13b": _llama(5120, 13824, 40, 40, 40, 32000),
     "llama-2-70b": _llama(8192, 28672, 80, 64, 8, 32000),

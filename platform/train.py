@@ -221,7 +221,12 @@ def _take_evaluation(row: dict[str, Any], folder: RunFolder, tracker: Tracker, l
 
 def _step_metrics(row: Mapping[str, Any]) -> dict[str, float]:
     metrics = {f"loss/{name}": row[f"{name}_loss"] for name in ("generalization", "locality", "meta")}
-    metrics |= {"grad_norm": row["grad_norm"], "bytes_moved": row["bytes_moved"], "cache_mb": row["cache_mb"]}
+    metrics |= {
+        "seconds/step": row["wall"],
+        "grad_norm": row["grad_norm"],
+        "bytes_moved": row["bytes_moved"],
+        "cache_mb": row["cache_mb"],
+    }
     metrics |= {f"seconds/{stage}": seconds for stage, seconds in row["seconds"].items()}
     metrics |= {f"damping/{layer}": value for layer, value in row["damping"].items()}
     metrics |= {f"edit_lr/{layer}": value for layer, value in row["edit_lr"].items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,8 +79,9 @@ class Rank:
                 self._evaluate_and_save(step)
                 if step >= self.training.steps:
                     return
+                begin = time.perf_counter()
                 stepped = meta_step(self.worker, self.group, step, traces)
-                self._record_step(step + 1, stepped)
+                self._record_step(step + 1, stepped, time.perf_counter() - begin)
                 step, traces = step + 1, stepped.ahead
             except HypernetLost as error:
                 losses += 1
@@ -98,7 +100,7 @@ class Rank:
         if done == step + 1:
             stepped = end_step(self.worker, self.group, step)
             if stepped:
-                self._record_step(done, stepped)
+                self._record_step(done, stepped, sum(stepped.report.seconds.values()))
         return done
 
     def _recover(self) -> int:
@@ -158,7 +160,7 @@ class Rank:
         self.worker.note("measuring held-out edits")
         return self.worker.evaluate(self.records, shifts, solved["mean_residual"]).scores()
 
-    def _record_step(self, step: int, stepped: Stepped) -> None:
+    def _record_step(self, step: int, stepped: Stepped, wall: float) -> None:
         if not stepped.actors:  # only rank 0 asks the actors
             return
         first = stepped.actors[0]
@@ -167,6 +169,7 @@ class Rank:
                 "kind": "step",
                 "step": step,
                 **vars(stepped.report),
+                "wall": wall,
                 "damping": first["damping"],
                 "edit_lr": first["edit_lr"],
                 "bytes_moved": stepped.bytes_moved,

@@ -1,0 +1,138 @@
+"""A meta-training step on the platform beside the same step in one process: seconds, bytes, memory. JSON on stdout.
+
+    python benchmarks/distributed_step.py --model gpt2 --edits 64 [--steps N] [--lm-workers 1] [--actors 1]
+
+Random weights of the named shape, records of the built-in world. Both run the same steps on the same data, one after
+the other, each in processes of its own; the first step of each warms up and is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from meta_step import SHAPES, gemm_rate
+
+from malmen.config import Config
+
+
+def write_model(name: str, folder: Path) -> Path:
+    """A model folder with random weights; the built-in world's tokenizer has few tokens, which every shape holds."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from malmen.data.world_model import WORLD_MODEL
+
+    if not (folder / "config.json").exists():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(SHAPES[name]()).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(WORLD_MODEL).save_pretrained(folder)
+    return folder
+
+
+def make_config(args: argparse.Namespace, model: Path, *, overlap: bool = True) -> Config:
+    """The paper's hyper-network on the model's last blocks."""
+    return Config.model_validate(
+        {
+            "model": {"name": str(model), "dtype": "float32"},
+            "editor": {"layers": args.layers, "rank": args.rank},
+            "training": {"num_edits": args.edits, "steps": args.steps + 1, "checkpoint_every": 10_000, "eval_edits": 2},
+            "batch": {"token_budget": args.token_budget, "hypernet_rows": args.hypernet_rows, "cache_mb": 0},
+            "lm": {"sharding": args.sharding},
+            "cluster": {"lm_workers": args.lm_workers, "hypernet_actors": args.actors, "overlap": overlap},
+            "tracking": {"enabled": False},
+        }
+    )
+
+
+def single(config: Config) -> dict[str, Any]:
+    """The steps in this process."""
+    from malmen.training import train
+
+    ends: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        run = train(config, Path(folder) / "run", on_step=lambda _step, _report: ends.append(time.perf_counter()))
+    seconds = [after - before for before, after in pairwise(ends)]
+    return {
+        "seconds_per_step": round(statistics.median(seconds), 3),
+        "stages": _median_stages([row["seconds"] for row in run.history[1:]]),
+        "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+    }
+
+
+def distributed(config: Config) -> dict[str, Any]:
+    """The steps on a local Ray cluster."""
+    from malmen.platform.train import train
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = train(config, Path(folder) / "run")
+    steps = [row for row in run.history if "wall" in row]
+    timed = steps[1:]
+    ends = [row for row in run.history if "lm_memory" in row]
+    return {
+        "seconds_per_step": round(statistics.median(row["wall"] for row in timed), 3),
+        "stages": _median_stages([row["seconds"] for row in timed]),
+        "mb_moved_per_step": round(statistics.median(row["bytes_moved"] for row in timed) / 2**20, 1),
+        "lm_peak_rss_mb": [found["rss"] for found in ends[-1]["lm_memory"]],
+        "hypernet_peak_rss_mb": [found["rss"] for found in steps[-1]["hypernet_memory"]],
+    }
+
+
+def _median_stages(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {stage: round(statistics.median(row.get(stage, 0.0) for row in rows), 3) for stage in rows[0]}
+
+
+def in_a_process(way: str, config: Config) -> dict[str, Any]:
+    """One of the two above in a process of its own, so that neither's memory or threads are the other's."""
+    command = [sys.executable, __file__, "--way", way, "--config", config.model_dump_json()]
+    found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return dict(json.loads(found.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(SHAPES), default="gpt2")
+    parser.add_argument("--edits", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--layers", default="last:6")
+    parser.add_argument("--rank", type=int, default=1920)
+    parser.add_argument("--token-budget", type=int, default=4096)
+    parser.add_argument("--hypernet-rows", type=int, default=4096)
+    parser.add_argument("--lm-workers", type=int, default=1)
+    parser.add_argument("--actors", type=int, default=1)
+    parser.add_argument("--sharding", choices=("none", "zero3"), default="none")
+    parser.add_argument("--way", choices=("single", "distributed"), help=argparse.SUPPRESS)
+    parser.add_argument("--config", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.way:
+        config = Config.model_validate_json(args.config)
+        print(json.dumps(single(config) if args.way == "single" else distributed(config)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_model(args.model, Path(folder) / args.model)
+        alone = in_a_process("single", make_config(args, model))
+        with_overlap = in_a_process("distributed", make_config(args, model))
+        without = in_a_process("distributed", make_config(args, model, overlap=False))
+    result = {
+        **{key: value for key, value in vars(args).items() if key not in ("way", "config")},
+        "gemm_gflops": round(gemm_rate() / 1e9, 1),
+        "single": alone,
+        "distributed": with_overlap,
+        "distributed_without_overlap": without,
+        "ratio": round(with_overlap["seconds_per_step"] / alone["seconds_per_step"], 3),
+        "ratio_without_overlap": round(without["seconds_per_step"] / alone["seconds_per_step"], 3),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
