@@ -46,6 +46,11 @@ class RunFolder:
             return cls(store, config, None, 0)
         names = store.checkpoints()
         checkpoint = latest_checkpoint(location) if names else None
+        history = _read_history(store)
+        if not checkpoint and not history:  # it failed before its first step: nothing there to be mixed up
+            store.check_writable()
+            same = parse_config(found["config"], RUN) == config
+            return cls(store, config, None, 0, found["facts"] if same else {})
         _check_same(store, read_config(checkpoint) if checkpoint else parse_config(found["config"], RUN), config)
         done = int(read_state(checkpoint)["step"]) if checkpoint else 0
         if done >= config.training.steps and not resume:
@@ -54,14 +59,14 @@ class RunFolder:
                 "training.steps to go on with it"
             )
         store.check_writable()
-        return cls(store, config, checkpoint, done, found["facts"], _read_history(store, done))
+        return cls(store, config, checkpoint, done, found["facts"], [row for row in history if row["step"] <= done])
 
     def begin(self, facts: Mapping[str, Any] | None = None) -> None:
         """From here on the folder holds this run, with what it notes of itself; nothing was written before."""
         self.facts.update(facts or {})
         content = {"config": self.config.model_dump(mode="json"), "facts": self.facts}
         self.store.write_text(RUN, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-        if self.history and isinstance(self.store.location, Path):  # without the rows of steps to be run again
+        if self.store.exists(HISTORY) and isinstance(self.store.location, Path):  # without steps to be run again
             whole_file(self.store.location / HISTORY, _lines(self.history))
 
     def add(self, row: dict[str, Any]) -> None:
@@ -111,8 +116,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _read_history(store: RunStore, steps_done: int) -> list[dict[str, Any]]:
-    """The history up to the checkpoint; later lines belong to steps that will be run again."""
+def _read_history(store: RunStore) -> list[dict[str, Any]]:
     if not store.exists(HISTORY):
         return []
     rows = []
@@ -121,7 +125,7 @@ def _read_history(store: RunStore, steps_done: int) -> list[dict[str, Any]]:
             rows.append(json.loads(line))
         except ValueError:  # the last line of a killed run may be cut off
             break
-    return [row for row in rows if row["step"] <= steps_done]
+    return rows
 
 
 def _lines(rows: list[dict[str, Any]]) -> str:

@@ -74,15 +74,10 @@ def _connect(address: str) -> None:
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
     try:
         ray.init(address=address, log_to_driver=False, runtime_env={"env_vars": _ENVIRONMENT})
-    except RayError as error:
-        message = " ".join(str(error).split())
-        hint = ""
-        if "auth" in message.lower() or "token" in message.lower():
-            hint = "; a cluster with token authentication wants RAY_AUTH_MODE=token and the token of its head node here"
-        raise EditError(f"the Ray cluster at {address!r} refuses the connection: {message[:300]}{hint}") from error
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise EditError(
-            f"no Ray cluster can be reached at {address!r}: {' '.join(str(error).split())[:300]}"
+            f"the Ray cluster at {address!r} answers but takes no connection: {' '.join(str(error).split())[:300]}; "
+            "if it has token authentication, set RAY_AUTH_MODE=token here and put its token into ~/.ray/auth_token"
         ) from error
 
 

@@ -81,6 +81,10 @@ def train(
     """
     start, listener = time.perf_counter(), listener or Listener()
     layers = _layers(config)
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and "://" not in str(out) and not Path(out).is_absolute():
+        raise UsageError(
+            f"--out {out} would lie in the Ray job's temporary copy of the working directory: give a whole path"
+        )
     out = out if "://" in str(out) else Path(out).absolute()  # the workers have other working directories
     folder = RunFolder.open(out, config, resume=resume)
     tags = {"data": data_fingerprint(config), "run": str(folder.store.location)}
@@ -123,6 +127,7 @@ def _run(
 
 def _trainer(config: Config, roles: Roles, run: str, loop: LoopSettings) -> TorchTrainer:
     cluster, gpu = config.cluster, bool(roles.lm.get("GPU"))
+    os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # relative paths of models and data mean what they do here
     return TorchTrainer(
         train_loop,
         train_loop_config={"loop": loop},

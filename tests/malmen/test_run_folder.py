@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from small_runs import make_config
+
+from malmen.errors import EditError
+from malmen.run_folder import HISTORY, RunFolder
+
+
+def test_nothing_is_written_before_a_run_begins(tmp_path: Path) -> None:
+    folder = RunFolder.open(tmp_path / "run", make_config())
+    assert not (tmp_path / "run").exists()
+    folder.begin({"mlflow_run": "abc"})
+    again = RunFolder.open(tmp_path / "run", make_config())
+    assert (again.facts, again.steps_done) == ({"mlflow_run": "abc"}, 0)
+
+
+def test_a_run_that_failed_before_its_first_step_binds_nobody(tmp_path: Path) -> None:
+    RunFolder.open(tmp_path, make_config(num_edits=10**6)).begin({"mlflow_run": "abc"})
+    assert RunFolder.open(tmp_path, make_config()).facts == {}
+
+
+def test_a_run_under_way_takes_no_other_config_except_what_changes_no_result(tmp_path: Path) -> None:
+    folder = RunFolder.open(tmp_path, make_config())
+    folder.begin()
+    folder.add({"step": 1})
+    with pytest.raises(EditError, match=r"training\.meta_lr \(0\.001 → 0\.5\)"):
+        RunFolder.open(tmp_path, make_config(meta_lr=0.5))
+    config = make_config().model_copy(update={"batch": make_config().batch.model_copy(update={"token_budget": 7})})
+    assert RunFolder.open(tmp_path, config).history == []  # no checkpoint yet: the step will be run again
+
+
+def test_resuming_wants_a_run(tmp_path: Path) -> None:
+    with pytest.raises(EditError, match="holds no run to resume"):
+        RunFolder.open(tmp_path, make_config(), resume=True)
+
+
+def test_what_is_no_run_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / HISTORY).write_text("somebody's")
+    with pytest.raises(EditError, match="choose another --out"):
+        RunFolder.open(tmp_path, make_config())
+    (tmp_path / "run.json").write_text("not JSON")
+    with pytest.raises(EditError, match="is not JSON"):
+        RunFolder.open(tmp_path, make_config())
+    assert (tmp_path / HISTORY).read_text() == "somebody's"

@@ -1,0 +1,82 @@
+"""Clusters that cannot be reached or cannot hold a run: one clear message each."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+from small_runs import SMALL
+
+from malmen.config import ClusterConfig
+from malmen.errors import EditError, UsageError
+from malmen.platform.cluster import _check_answers, check_room, describe_resources, size_roles
+
+
+def _train(folder: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "malmen.platform.train", "builtin", *SMALL, "tracking.enabled=false", *args]
+    clean = {name: value for name, value in os.environ.items() if name not in ("RAY_AUTH_MODE", "RAY_ADDRESS")}
+    return subprocess.run(
+        command, env=clean | environment, cwd=folder, capture_output=True, text=True, timeout=120
+    )  # fmt: skip
+
+
+def test_an_address_where_nothing_answers_is_said_at_once() -> None:
+    with pytest.raises(EditError, match=r"no Ray cluster answers at '127\.0\.0\.1:1'"):
+        _check_answers("127.0.0.1:1")
+
+
+def test_an_address_without_a_port_is_wrong_usage() -> None:
+    with pytest.raises(UsageError, match="expected HOST:PORT"):
+        _check_answers("somewhere")
+
+
+@pytest.mark.slow
+def test_a_wrong_address_on_the_command_line_is_one_message(tmp_path: Path) -> None:
+    found = _train(tmp_path, "--address", "127.0.0.1:1", "--out", "run")
+    assert (found.returncode, "Traceback" in found.stderr) == (1, False), found.stderr
+    assert "no Ray cluster answers at '127.0.0.1:1'" in found.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_relative_folder_in_a_ray_job_is_wrong_usage(tmp_path: Path) -> None:
+    found = _train(tmp_path, "--out", "run", RAY_JOB_CONFIG_JSON_ENV_VAR="{}")
+    assert (found.returncode, "give a whole path" in found.stderr) == (2, True), found.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_client_without_the_token_is_told_what_to_set(tmp_path: Path) -> None:
+    address = ray.get_runtime_context().gcs_address
+    found = _train(tmp_path, "--address", address, "--out", "run", HOME=str(tmp_path / "home"))
+    assert (found.returncode, "Traceback" in found.stderr) == (1, False), found.stderr
+    assert "RAY_AUTH_MODE=token" in found.stderr
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_cluster_that_is_too_small_names_what_is_missing() -> None:
+    config = ClusterConfig(lm_cpus=100, hypernet_resources={"moon": 1}, wait_seconds=1)
+    with pytest.raises(EditError, match=r"missing 93 CPU, 1 moon\. Needed are 1 LM workers of 100 CPU"):
+        check_room(config, size_roles(config, own=False))
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_cluster_with_room_is_left_as_it_was() -> None:
+    config = ClusterConfig(lm_workers=2, hypernet_actors=3, wait_seconds=30)
+    roles = size_roles(config, own=False)
+    assert (roles.lm, roles.hypernet) == ({"CPU": 1.0}, {"CPU": 1.0})
+    check_room(config, roles)
+    check_room(config, roles)  # a leak would leave no room for the second
+
+
+def test_resources_are_shown_without_rays_own() -> None:
+    found = {"CPU": 2.0, "node:1.2.3.4": 1.0, "memory": 1e9, "object_store_memory": 1e9, "GPU": 0.0, "lm": 1.5}
+    assert describe_resources(found) == "2 CPU, 1.5 lm"
+    assert describe_resources({}) == "nothing"
