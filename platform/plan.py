@@ -101,7 +101,7 @@ class Planner:
         self._facts: dict[str, StepFacts] = {}
         self._lms: dict[str, RehearsedLM] = {}
         self._hypernets: dict[str, RehearsedHypernet] = {}
-        self._rates: dict[tuple[str, torch.dtype, int], Rates] = {}
+        self._rates: dict[str, Rates] = {}
 
     def plan(self, config: Config) -> Plan:
         """What a run of this config will need."""
@@ -113,7 +113,11 @@ class Planner:
         machine = self._set_limits(lm_process, actor)
         features = model.feature_bytes(facts.edits, config.editor.tokens)
         moved = find_transfers(config, model, features, rehearsed, hypernet)
-        rates = (self._rate(devices[0], dtype, lm_process), self._rate(devices[1], torch.float32, actor))
+        given = self.options.gflops
+        rates = (
+            self._rate(lm_process, dtype, given),
+            self._rate(actor, dtype, given if devices[0] == devices[1] else None),
+        )
         network = (self.options.bandwidth or NETWORK) * 1e9
         gather = (self.options.gather_bandwidth or GATHER[devices[0]]) * 1e9
         stages = find_stages(config, rehearsed, hypernet, moved, rates, network, gather)
@@ -154,11 +158,13 @@ class Planner:
             f"model: {model.source}",
             f"facts: {facts.source}; largest micro-batch {number} × {width} tokens, "
             f"{rehearsed.micro_batches} micro-batches a step and worker",
-            f"rates: LM {rates[0].source}; hyper-network {rates[1].source}",
+            f"rates: LM {rates[0].describe(model.lm.dtype)}; hyper-network {rates[1].describe(torch.float32)}",
             f"network {bandwidths[0] / 1e9:g} GB/s between processes",
         ]
         if config.lm.sharding == "zero3":
             found.append(f"ZeRO-3 gathers weights at {bandwidths[1] / 1e9:g} GB/s, and keeps up to 1e9 of them whole")
+        if "cuda" in find_devices(config):
+            found.append("the host's memory is not planned: weights pass through it, and Ray's object store is in it")
         if facts.recurring(config):
             found.append(f"facts that come again within the run: {', '.join(facts.recurring(config))}")
         return found
@@ -196,10 +202,10 @@ class Planner:
             self._hypernets[key] = rehearse_hypernet(config, layers, self._step_facts(config, dtype).edits, dtype)
         return self._hypernets[key]
 
-    def _rate(self, device: str, dtype: torch.dtype, role: Role) -> Rates:
-        key = (device, dtype, role.processes)
+    def _rate(self, role: Role, dtype: torch.dtype, given: float | None) -> Rates:
+        key = repr((role.device, dtype, role.processes, given))
         if key not in self._rates:
-            self._rates[key] = find_rates(*key, self.options.gflops, self.options.measure)
+            self._rates[key] = find_rates(role.device, dtype, role.processes, given, self.options.measure)
         return self._rates[key]
 
 

@@ -95,7 +95,8 @@ def _lm_ways(plan: Plan) -> Iterator[Way]:
     more = [count for count in (2, 4, 8, 16, 32, 64) if count > config.cluster.lm_workers]
     if config.lm.sharding == "none" and config.cluster.lm_workers > 1:
         more = [config.cluster.lm_workers, *more]
-    yield [("lm.sharding=zero3", f"cluster.lm_workers={count}") for count in more]
+    sharded = () if config.lm.sharding == "zero3" else ("lm.sharding=zero3",)
+    yield [(*sharded, f"cluster.lm_workers={count}") for count in more]
     yield _fewer_layers(config)
 
 

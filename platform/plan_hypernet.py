@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,13 +10,15 @@ from torch import Tensor, nn
 
 from malmen.config import Config
 from malmen.data.tokens import EncodedFact
-from malmen.editor import Editor
+from malmen.editor import Editor, HypernetRows
 from malmen.hypernet import Statistics
 from malmen.layers import LayerSpec
 from malmen.least_squares import DualSolution, NormalEquation, solve_least_squares
 from malmen.platform.plan_meter import Cost, Meter
 from malmen.shards import PartOfDual, Share, SolvedShard, divide
 from malmen.trace import LayerTrace, Traces
+
+_BATCHES = 3  # of the hyper-network that are rehearsed, at most
 
 
 @dataclass
@@ -70,9 +72,9 @@ def rehearse_hypernet(
     return found
 
 
-def _rehearse(editor: Editor, found: RehearsedHypernet, rows: dict[str, int], dtype: torch.dtype) -> None:
+def _rehearse(editor: _Rehearsed, found: RehearsedHypernet, rows: dict[str, int], dtype: torch.dtype) -> None:
     """observe · solve · backward, as the actor does it."""
-    meter = Meter(*editor.parameters(), *editor.buffers())
+    meter = editor.meter = Meter(*editor.parameters(), *editor.buffers())
     with meter:
         traces: Traces = {
             layer.name: LayerTrace(
@@ -103,7 +105,20 @@ def _rehearse(editor: Editor, found: RehearsedHypernet, rows: dict[str, int], dt
 
 
 class _Rehearsed(Editor):
-    """An editor without numbers."""
+    """An editor without numbers. Of many batches of the hyper-network, which are alike, a few run and count for all."""
+
+    meter: Meter
+
+    def _run(self, shape: str, traces: Traces, *, grad: bool) -> Iterator[list[HypernetRows]]:
+        counts = {layer.name: len(traces[layer.name].keys) for layer in self.groups[shape] if layer.name in traces}
+        left = limit = _BATCHES * self.config.batch.hypernet_rows
+        some: Traces = {}
+        for name, count in counts.items():
+            some[name] = LayerTrace(*(part[:left] for part in traces[name]))
+            left -= min(left, count)
+        self.meter.weight = max(1.0, sum(counts.values()) / limit)
+        yield from super()._run(shape, some, grad=grad)
+        self.meter.weight = 1.0
 
     def damping(self) -> dict[str, float]:
         """Any will do."""

@@ -24,6 +24,7 @@ from malmen.stem import keep_stem, resume_stem, stem_blocks
 from malmen.trace import trace
 
 _LIVE = 10**9  # parameters that DeepSpeed keeps gathered at most (stage3_max_live_parameters, its default)
+_SOME = 256  # facts that are put into micro-batches, at least
 
 
 @dataclass(frozen=True)
@@ -144,15 +145,18 @@ class _Largest:
 
 def _largest(facts: Sequence[EncodedFact], config: Config, found: RehearsedLM) -> _Largest | None:
     share = facts[: -(-len(facts) // config.cluster.lm_workers)]
-    batches = make_batches(share, config.batch.token_budget, 0)
-    if not batches:
+    if not share:
         return None
+    budget = config.batch.token_budget
+    some = share[: max(_SOME, 4 * budget // min(fact.length for fact in share))]  # more only make more of the same
+    batches = make_batches(some, budget, 0)
+    more = len(share) / len(some)
     sizes = [sum(mask.numel() for mask in batch.masks.values()) for batch in batches]
     biggest = batches[sizes.index(max(sizes))]
-    found.micro_batches += len(batches)
+    found.micro_batches += round(len(batches) * more)
     shape = (len(biggest.facts), sum(mask.shape[1] for mask in biggest.masks.values()))
     found.largest = max(found.largest, shape, key=lambda one: one[0] * one[1])
-    return _Largest(_shapes(biggest), sum(sizes) / max(sizes))
+    return _Largest(_shapes(biggest), more * sum(sizes) / max(sizes))
 
 
 def _shapes(batch: TokenBatch) -> TokenBatch:

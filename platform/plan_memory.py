@@ -14,7 +14,7 @@ MB, GB = 2**20, 2**30
 # Measured, see docs/plan.md: python, torch, ray and, in an LM worker, transformers, before anything is loaded.
 _BASE = {"LM worker": 590 * MB, "hypernet actor": 400 * MB}
 _DEEPSPEED = 100 * MB  # more of it where DeepSpeed shards
-_HOARDED = 0.75  # of the blocks that glibc may keep: so much is held beyond what is in use
+_HOARDED, _LONG_RUN = 0.75, 60 * MB  # of the blocks that glibc may keep, so much is held beyond what is in use; always
 _RECORD, _FACT = 5500, 500  # bytes of a parsed record and of an encoded fact
 
 # Assumed, because there is no GPU here to measure: CUDA's context and workspaces, and what the allocator leaves unused.
@@ -120,7 +120,7 @@ def _base(role: Role, more: int = 0) -> None:
 
 def _allocator(role: Role, small: int, peak: int) -> None:
     if role.device == "cpu":
-        role.add("freed, but kept by glibc", _HOARDED * small)
+        role.add("freed, but kept by glibc", _HOARDED * small + _LONG_RUN)
     else:
         role.add("fragments (assumed)", _FRAGMENTS * peak)
 

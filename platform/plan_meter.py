@@ -71,7 +71,7 @@ class Meter(TorchDispatchMode):
         if func is _aten._to_copy.default and args[0].is_meta and kwargs.get("device") == torch.device("cpu"):
             return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         out = func(*args, **kwargs)
-        if func is _aten.le.Tensor and not out.shape:
+        if func is _aten.le.Tensor and out.is_meta and not out.shape:
             return torch.zeros((), dtype=torch.bool)  # of pivots and noise: a healthy factor
         self._count(func, args, kwargs, out)
         return out
@@ -89,7 +89,7 @@ class Meter(TorchDispatchMode):
 
     def _hold(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage in self._live or not tensor.is_meta:
+        if storage in self._live:
             return
         size = storage.nbytes()
         self._live[storage] = size

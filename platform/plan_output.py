@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
 
-from malmen.platform.plan import Plan
-from malmen.platform.plan_advice import Advice
+from malmen.config import Config
+from malmen.platform.output import err, out, print_json
+from malmen.platform.plan import Plan, Planner, PlanOptions
+from malmen.platform.plan_advice import Advice, advise
 from malmen.platform.plan_memory import GB, MB, Role
 
 _MOVED = {
@@ -20,6 +23,20 @@ _MOVED = {
     "theta_grads": "sum of θ's gradient over actors",
     "weights": "weights gathered by ZeRO-3",
 }
+
+
+def run_plan(config: Config, options: PlanOptions, as_json: bool) -> bool:
+    """Plan, say what would fit if it does not, print; whether it fits."""
+    planner = Planner(options)
+    with err.status("rehearsing a step"):
+        plan = planner.plan(config)
+    with err.status("looking for settings that fit"):
+        advice = advise(planner, plan)
+    if as_json:
+        print_json({**plan.as_dict(), "advice": [asdict(one) for one in advice]})
+    else:
+        show_plan(out, plan, advice)
+    return plan.fits
 
 
 def show_plan(console: Console, plan: Plan, advice: Sequence[Advice]) -> None:

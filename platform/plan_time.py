@@ -35,6 +35,10 @@ class Rates:
     memory: float  # bytes/s of everything else
     source: str
 
+    def describe(self, dtype: torch.dtype) -> str:
+        """For people."""
+        return f"{self.source}, {self.products[dtype] / 1e9:,.0f} GFLOP/s in {str(dtype).removeprefix('torch.')}"
+
     def seconds(self, cost: Cost) -> float:
         """Products at their rate, the rest at the memory's, and a little for every call."""
         products = sum(flops / self.products[dtype] for dtype, flops in cost.flops.items())
@@ -52,23 +56,22 @@ class Stage:
 
 
 def find_rates(device: str, dtype: torch.dtype, processes: int, gflops: float | None, measure: bool) -> Rates:
-    """Given, measured here, or assumed; a given rate is that of the LM's type, the others stand to it as assumed."""
+    """Given in this type, measured here, or assumed; the rates of other types stand to it as assumed."""
     threads = max(1, (os.cpu_count() or 1) // processes)
     factor = 1 if device == "cuda" else threads
     assumed = {kind: rate * factor for kind, rate in (_PER_GPU if device == "cuda" else _PER_CORE).items()}
-    name = str(dtype).removeprefix("torch.")
     if measure:
         if device == "cuda":
             raise UsageError("--measure measures the CPUs here, but the plan is for GPUs: give --flops")
         share = threads / torch.get_num_threads() if threads < torch.get_num_threads() else 1.0
         rate = gemm_rate() * share
         scaled = {kind: rate * one / assumed[torch.float32] for kind, one in assumed.items()}
-        return Rates(scaled, copy_rate() * share, f"measured here, {rate / 1e9:.0f} GFLOP/s in float32")
+        return Rates(scaled, copy_rate() * share, "measured here")
     if gflops is not None:
         scaled = {kind: gflops * 1e9 * one / assumed[dtype] for kind, one in assumed.items()}
-        return Rates(scaled, _MEMORY[device], f"given, {gflops:g} GFLOP/s in {name}")
-    where = "half an A100" if device == "cuda" else f"{threads} cores"
-    return Rates(assumed, _MEMORY[device], f"assumed, {assumed[dtype] / 1e9:g} GFLOP/s in {name} ({where})")
+        return Rates(scaled, _MEMORY[device], "given")
+    where = "half an A100" if device == "cuda" else f"{threads} of the cores here"
+    return Rates(assumed, _MEMORY[device], f"assumed ({where})")
 
 
 def gemm_rate(size: int = 1024) -> float:

@@ -130,7 +130,8 @@ def _trainer(config: Config, roles: Roles, run: str, loop: LoopSettings) -> Torc
     os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # relative paths of models and data mean what they do here
     return TorchTrainer(
         train_loop,
-        train_loop_config={"loop": loop},
+        # As a reference: Ray Train's controller would otherwise unpack it, and import all of transformers for nothing.
+        train_loop_config={"loop": ray.put(loop)},
         scaling_config=ScalingConfig(
             num_workers=cluster.lm_workers, use_gpu=gpu, resources_per_worker=dict(roles.lm) or {"CPU": 0}
         ),

@@ -42,7 +42,7 @@ class LoopSettings:
 
 def train_loop(settings: Mapping[str, Any]) -> None:
     """Ray Train's entry. An EditError is a message for people: it ends the run instead of starting it again."""
-    loop: LoopSettings = settings["loop"]
+    loop: LoopSettings = ray.get(settings["loop"], timeout=60)
     context = get_context()
     rank, size = context.get_world_rank(), context.get_world_size()
     torch.set_num_threads(loop.threads)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from platform_runs import make_platform_config
 from torch.testing import assert_close
 
@@ -102,13 +101,6 @@ def test_the_cache_of_later_epochs_changes_nothing(models: Path, tmp_path: Path,
     assert_equal_runs(found, alone(without))
 
 
-def test_summed_shifts_and_all_tokens_equal_one_process(models: Path, tmp_path: Path, alone: Alone) -> None:
-    """MEND's merging, with the tokens of one layer on two actors."""
-    editor = {"aggregation": "sum", "tokens": "all"}
-    config = make_platform_config("gpt2", models, cluster={"hypernet_actors": 3}, editor=editor)
-    assert_equal_runs(train(config, tmp_path / "run"), alone(config))
-
-
 @pytest.mark.deepspeed
 def test_a_model_loaded_in_parts_gives_the_whole_models_scores(models: Path, tmp_path: Path, alone: Alone) -> None:
     """In float32, where no rank ever holds all weights (a float64 model is loaded whole and cut then)."""
@@ -119,38 +111,3 @@ def test_a_model_loaded_in_parts_gives_the_whole_models_scores(models: Path, tmp
     editor, scores = alone(config)
     assert_close(dict(load_editor(found.checkpoint).state_dict()), dict(editor.state_dict()), rtol=1e-3, atol=1e-4)
     assert found.scores["max_shift_ratio"] == pytest.approx(scores["max_shift_ratio"], rel=1e-3)
-
-
-def test_all_actors_hold_the_same_editor(models: Path, tmp_path: Path) -> None:
-    """θ never travels, so equality is what keeps the run right."""
-    import ray
-
-    from malmen.data.tokens import make_batches
-    from malmen.facts import fact_encoder
-    from malmen.layers import find_layers
-    from malmen.lm import load_lm
-    from malmen.platform.hypernet_group import HypernetGroup
-    from malmen.sampling import Sampler, training_records
-    from malmen.trace import trace_facts
-
-    config = make_platform_config("gpt2", models, cluster={"hypernet_actors": 3})
-    lm = load_lm(config.model)
-    layers = find_layers(lm.model, "last:2")
-    group = HypernetGroup.start(config, layers, str(tmp_path), resources={"num_cpus": 0.1}, threads=1)
-    try:
-        assert group.heal(lambda: None) == 0
-        batch = Sampler(config, fact_encoder(lm, config.data), training_records(config)).batch(0)
-        traces = trace_facts(lm, layers, batch.edits, "answer", lambda facts: make_batches(facts, 1000, lm.pad_id))
-        group.put_traces(0, 0, traces)
-        shifts, _ = group.solve(0, "float64")
-        group.put_grads(0, {name: torch.ones_like(shift) for name, shift in shifts.items()})
-        group.finish(group.start_backward(0))
-        group.finish(group.start_backward(0))  # asked twice, done once
-        states = ray.get([actor.snapshot.remote() for actor in group.actors], timeout=60)
-        assert [state["steps_done"] for state in states] == [1, 1, 1]
-        for state in states[1:]:
-            for name, array in states[0]["editor"].items():
-                assert (state["editor"][name] == array).all(), name
-    finally:
-        for actor in group.actors:
-            ray.kill(actor)

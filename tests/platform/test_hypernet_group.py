@@ -1,0 +1,89 @@
+"""Several actors are one editor: the same shifts, the same θ on every one of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from platform_runs import make_platform_config
+from torch.testing import assert_close
+
+from malmen.config import Config
+from malmen.data.tokens import make_batches
+from malmen.editor import seeded_editor
+from malmen.errors import EditError
+from malmen.facts import fact_encoder
+from malmen.layers import LayerSpec, find_layers
+from malmen.lm import LanguageModel, load_lm
+from malmen.platform.hypernet_group import HypernetGroup
+from malmen.platform.wire import to_tensor
+from malmen.sampling import Sampler, training_records
+from malmen.trace import Traces, trace_facts
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
+
+
+def _traces(lm: LanguageModel, layers: list[LayerSpec], config: Config, step: int) -> Traces:
+    batch = Sampler(config, fact_encoder(lm, config.data), training_records(config)).batch(step)
+    cut = lambda facts: make_batches(facts, 1000, lm.pad_id)  # noqa: E731
+    return trace_facts(lm, layers, batch.edits, config.editor.tokens, cut)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "tokens"),
+    [("least_squares", "answer"), ("least_squares", "all"), ("sum", "all")],
+    ids=["dual", "primal", "sum"],
+)
+def test_three_actors_that_share_two_layers_equal_one_editor(aggregation: str, tokens: str, tmp_path: Path) -> None:
+    editor = {"aggregation": aggregation, "tokens": tokens}
+    config = make_platform_config("gpt2", tmp_path, cluster={"hypernet_actors": 3}, editor=editor)
+    lm = load_lm(config.model)
+    layers = find_layers(lm.model, "last:2")
+    expected = seeded_editor(layers, config)
+    group = HypernetGroup.start(config, layers, str(tmp_path), resources={"num_cpus": 0.1}, threads=1)
+    try:
+        assert group.heal(lambda: None) == 0
+        for step in range(2):
+            traces = _traces(lm, layers, config, step)
+            assert (len(traces[layers[0].name].keys) >= layers[0].key_size) == (tokens == "all")
+            expected.observe(traces)
+            solved = expected.solve(traces, training=True)
+            grads = {name: torch.sin(1e3 * shift) for name, shift in solved.shifts.items()}
+            group.put_traces(step, 0, traces)
+            shifts, _ = group.solve(step, "float64")
+            for name, shift in solved.shifts.items():  # relative to the matrix: small elements are differences of large
+                assert_close(shifts[name], shift, rtol=1e-9, atol=1e-9 * float(shift.abs().max()))
+            expected.backward(solved, grads)
+            expected.step()
+            group.put_grads(step, grads)
+            group.finish(group.start_backward(step))
+            group.finish(group.start_backward(step))  # asked twice, done once
+        states = ray.get([actor.snapshot.remote() for actor in group.actors], timeout=60)
+    finally:
+        for actor in group.actors:
+            ray.kill(actor)
+    assert [state["steps_done"] for state in states] == [2, 2, 2]
+    for state in states:
+        assert all((state["editor"][name] == array).all() for name, array in states[0]["editor"].items())
+    found = {name: to_tensor(array) for name, array in states[0]["editor"].items()}
+    assert_close(found, dict(expected.state_dict()), rtol=1e-9, atol=1e-11)
+
+
+def test_an_editors_error_reaches_the_asker_as_a_message(tmp_path: Path) -> None:
+    config = make_platform_config("gpt2", tmp_path, editor={"regularisation": False, "tokens": "all"})
+    lm = load_lm(config.model)
+    layers = find_layers(lm.model, "last:1")
+    group = HypernetGroup.start(config, layers, str(tmp_path), resources={"num_cpus": 0.1}, threads=1)
+    try:
+        group.heal(lambda: None)
+        traces = _traces(lm, layers, config, 0)
+        twice = {name: type(found)(*(torch.cat((part, part)) for part in found)) for name, found in traces.items()}
+        few = {name: type(found)(*(part[:2].repeat(2, 1) for part in found)) for name, found in twice.items()}
+        group.put_traces(0, 0, few)
+        with pytest.raises(EditError, match=r"layer transformer\.h\.2\.mlp\.c_proj: .* not positive definite"):
+            group.solve(0, "float64")
+    finally:
+        for actor in group.actors:
+            ray.kill(actor)

@@ -1,0 +1,355 @@
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from malmen.config import Config, load_config
+from malmen.data.tokens import EncodedFact, TokenBatch, make_batches
+from malmen.data.world import world_records
+from malmen.editor import Editor
+from malmen.errors import EditError
+from malmen.facts import fact_encoder
+from malmen.layers import find_layers
+from malmen.least_squares import DualSolution, PrimalSolution
+from malmen.lm import LanguageModel, load_lm
+from malmen.meta import generalization_backward, locality_backward, make_leaves
+from malmen.platform.plan import Planner, PlanOptions, find_devices, planned_dtype
+from malmen.platform.plan_advice import advise, change
+from malmen.platform.plan_data import StepFacts, step_facts
+from malmen.platform.plan_hypernet import rehearse_hypernet
+from malmen.platform.plan_lm import plan_lm, rehearse_lm
+from malmen.platform.plan_memory import MB
+from malmen.platform.plan_meter import Meter
+from malmen.platform.shapes import KNOWN, find_skeleton, known_shape
+from malmen.trace import Traces, trace, trace_facts
+
+CONFIGS = Path(__file__).parents[2] / "platform" / "configs"
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def lm() -> LanguageModel:
+    return load_lm("builtin")
+
+
+@pytest.fixture(scope="module")
+def facts(lm: LanguageModel) -> StepFacts:
+    """Real facts of eight records."""
+    encode = fact_encoder(lm, _builtin().data).encode
+    records = world_records("train")[:8]
+    roles = ([r.edit for r in records], [r.equivalents[0] for r in records], [r.unrelated[0] for r in records])
+    edits, equivalents, unrelated = ([encode(fact) for fact in some] for some in roles)
+    return StepFacts(edits, equivalents, unrelated, {}, 0, "a test")
+
+
+def _builtin(*overrides: str) -> Config:
+    return load_config(CONFIGS / "builtin.yaml", ["training.num_edits=8", "editor.rank=64", *overrides])
+
+
+def _cut(some: Any) -> list[TokenBatch]:
+    return make_batches(some, 4096, 0)
+
+
+def _bytes(*tensors: Tensor | None) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+
+
+def _traces(lm: LanguageModel, facts: StepFacts, config: Config) -> Traces:
+    layers = find_layers(lm.model, config.editor.layers)
+    return trace_facts(lm, layers, facts.edits, config.editor.tokens, _cut)
+
+
+# --- against real tensors ----------------------------------------------------------------------------
+
+
+def test_bytes_of_the_lm_are_those_of_the_loaded_one(lm: LanguageModel) -> None:
+    planned = plan_lm(_builtin(), torch.float32)
+    assert planned.weight_bytes == _bytes(*lm.model.parameters(), *lm.model.buffers())
+    assert planned.num_parameters == sum(parameter.numel() for parameter in lm.model.parameters())
+
+
+@pytest.mark.parametrize("tokens", ["answer", "all"])
+def test_bytes_of_features_are_those_of_a_real_trace(lm: LanguageModel, facts: StepFacts, tokens: str) -> None:
+    config = _builtin(f"editor.tokens={tokens}")
+    real = _bytes(*(part for pair in _traces(lm, facts, config).values() for part in pair))
+    planned = plan_lm(config, torch.float32)
+    assert planned.feature_bytes(facts.edits, tokens) == real
+    assert rehearse_hypernet(config, planned.layers, facts.edits, torch.float32).features == real
+
+
+def test_theta_and_adam_are_those_of_a_real_editor(lm: LanguageModel, facts: StepFacts) -> None:
+    config = _builtin()
+    editor = Editor(find_layers(lm.model, config.editor.layers), config)
+    for parameter in editor.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    editor.step()
+    found = rehearse_hypernet(config, editor.layers, facts.edits, torch.float32)
+    assert found.theta == _bytes(*editor.parameters())
+    assert found.norms == _bytes(*editor.buffers())
+    assert found.adam == _bytes(*editor.optimizer_state().values())
+
+
+@pytest.mark.parametrize(("tokens", "repeats", "form"), [("answer", 1, "dual"), ("all", 8, "primal")])
+def test_what_a_real_solve_keeps_is_what_was_planned(
+    lm: LanguageModel, facts: StepFacts, tokens: str, repeats: int, form: str
+) -> None:
+    config = _builtin(f"editor.tokens={tokens}")
+    edits = facts.edits * repeats
+    editor = Editor(find_layers(lm.model, config.editor.layers), config)
+    traces = trace(lm, editor.layers, [batch for _ in range(repeats) for batch in _cut(facts.edits)], tokens)
+    solved = editor.solve(traces)
+    found = rehearse_hypernet(config, editor.layers, edits, torch.float32)
+    kept = 0
+    for solution in solved.solutions.values():
+        assert isinstance(solution, PrimalSolution | DualSolution)
+        kept += _bytes(solution.factor, solution.weights if isinstance(solution, DualSolution) else None)
+    assert found.forms == {form}
+    assert (found.kept, found.shifts) == (kept, _bytes(*solved.shifts.values()))
+    assert found.value_diffs == _bytes(*solved.value_diffs.values())
+
+
+@pytest.mark.parametrize("rows", [4096, 16])
+def test_the_editors_rehearsal_holds_as_much_as_the_step(lm: LanguageModel, facts: StepFacts, rows: int) -> None:
+    config = _builtin(f"batch.hypernet_rows={rows}")
+    traces = _traces(lm, facts, config)
+    editor = Editor(find_layers(lm.model, config.editor.layers), config)
+    meter = Meter(*editor.parameters(), *editor.buffers(), *(part for pair in traces.values() for part in pair))
+    with meter:
+        editor.observe(traces)
+        solved = editor.solve(traces, training=True)
+        solved.residuals()
+        editor.backward(solved, {name: shift.float() for name, shift in solved.shifts.items()})
+    found = rehearse_hypernet(config, editor.layers, facts.edits, torch.float32)
+    assert found.peak - found.features == pytest.approx(meter.peak, rel=0.02)
+
+
+def test_the_lms_rehearsal_holds_and_executes_as_much_as_the_step(lm: LanguageModel, facts: StepFacts) -> None:
+    config = _builtin()
+    layers = find_layers(lm.model, config.editor.layers)
+    found = rehearse_lm(config, plan_lm(config, torch.float32), facts, device="cuda")
+    meter = Meter(*lm.model.parameters(), *lm.model.buffers())
+    with meter, FlopCounterMode(display=False) as counter:
+        trace_facts(lm, layers, facts.edits, config.editor.tokens, _cut)
+    assert found.trace_peak == pytest.approx(meter.peak, rel=0.05)
+    assert found.costs["trace"].total_flops == pytest.approx(counter.get_total_flops(), rel=0.05)
+    shifts = {layer.name: torch.zeros(layer.value_size, layer.key_size) for layer in layers}
+    meter = Meter(*lm.model.parameters(), *lm.model.buffers(), *shifts.values())
+    with meter, FlopCounterMode(display=False) as counter:
+        leaves = make_leaves(lm, shifts)
+        generalization_backward(lm, layers, leaves, facts.equivalents, 1.0, _cut)
+        locality_backward(lm, layers, leaves, facts.unrelated, 1.0, 1.0, _cut)
+    assert found.meta_peak == pytest.approx(meter.peak, rel=0.05)
+    assert found.costs["meta_loss"].total_flops == pytest.approx(counter.get_total_flops(), rel=0.05)
+
+
+def test_a_meter_forgets_what_is_freed() -> None:
+    meter = Meter()
+    with meter:
+        one = torch.empty(256, device="meta")
+        other = one + one
+        del one
+        assert (meter.held, meter.peak) == (1024, 2048)
+        del other
+    assert (meter.held, meter.cost.total_flops) == (0, 0)
+
+
+def test_a_plan_is_of_a_step_of_the_configs_size() -> None:
+    config = _builtin("training.num_edits=300", "training.unrelated_per_edit=2")
+    planned = plan_lm(config, torch.float32)
+    found = step_facts(config, planned.lm)
+    assert [len(some) for some in found.roles.values()] == [300, 300, 600]
+    given = step_facts(config, planned.lm, fact_tokens=20, answer_tokens=5)
+    assert {(fact.length, len(fact.targets)) for fact in given.edits} == {(19, 5)}
+
+
+# --- what follows from it ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("role", "more"),
+    [
+        ("hypernet", "editor.rank=128"),
+        ("hypernet", "training.num_edits=64"),
+        ("lm", "training.num_edits=64"),
+        ("lm", "editor.layers=last:6"),
+        ("hypernet", "editor.layers=last:6"),
+    ],
+)
+def test_more_of_it_needs_more(role: str, more: str) -> None:
+    planner = Planner()
+    small, large = planner.plan(_builtin()), planner.plan(_builtin(more))
+    assert getattr(large, role).total > getattr(small, role).total
+    assert large.step_seconds > small.step_seconds
+
+
+def test_a_smaller_cut_needs_less() -> None:
+    planner, config = Planner(), _builtin("training.num_edits=64")
+    whole = planner.plan(config)
+    for setting in ("batch.token_budget=128", "batch.hypernet_rows=128"):
+        cut = planner.plan(change(config, [setting]))
+        assert cut.lm.total + cut.hypernet.total < whole.lm.total + whole.hypernet.total
+    actors = planner.plan(change(config, ["cluster.hypernet_actors=4"]))
+    assert actors.hypernet.total < whole.hypernet.total
+    assert actors.transfers.theta_grads > whole.transfers.theta_grads == 0
+    uneven = planner.plan(change(config, ["cluster.hypernet_actors=3"]))  # 4 layers over 3: some layers are shared
+    assert uneven.transfers.solve > 0 and actors.transfers.solve == 0
+
+
+def test_zero3_divides_the_weights_of_a_large_model() -> None:
+    config = load_config(CONFIGS / "llama-3-70b.yaml", ["editor.layers=last:1", "training.num_edits=64"])
+    plan = Planner().plan(config)
+    weights = plan_lm(config, torch.bfloat16).weight_bytes
+    items = {item.name: item.bytes for item in plan.lm.items}
+    assert items["weights, 1/8"] == pytest.approx(weights / 8, abs=1)
+    assert items["whole weights gathered at once"] < weights / 50
+    assert plan.lm.device == plan.hypernet.device == "cuda" and plan.machine is None
+    assert plan.transfers.weights > 7 * weights
+
+
+@pytest.mark.parametrize(("lm_memory", "hypernet_memory"), [(None, 0.56), (0.72, None), (0.72, 0.56)])
+def test_advice_fits(lm_memory: float | None, hypernet_memory: float | None) -> None:
+    planner = Planner(PlanOptions(lm_memory=lm_memory, hypernet_memory=hypernet_memory))
+    plan = planner.plan(_builtin("training.num_edits=128", "editor.layers=last:2"))
+    assert not plan.fits
+    found = advise(planner, plan)
+    assert found
+    for advice in found:
+        changed = planner.plan(change(plan.config, advice.settings))
+        assert changed.fits and (changed.lm.total, changed.hypernet.total) == (advice.lm, advice.hypernet)
+
+
+def test_no_advice_is_given_where_nothing_helps() -> None:
+    planner = Planner(PlanOptions(lm_memory=0.1))
+    assert advise(planner, planner.plan(_builtin("editor.layers=last:1"))) == []
+
+
+def test_a_plan_that_fits_needs_no_advice() -> None:
+    planner = Planner()
+    assert advise(planner, planner.plan(_builtin())) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices", "dtype"),
+    [
+        ([], ("cpu", "cpu"), torch.float32),
+        (["model.device=cuda"], ("cuda", "cuda"), torch.bfloat16),
+        (["cluster.lm_gpus=1", "cluster.hypernet_gpus=0"], ("cuda", "cpu"), torch.bfloat16),
+        (["model.device=cpu", "cluster.lm_gpus=1", "model.dtype=float64"], ("cpu", "cpu"), torch.float64),
+    ],
+)
+def test_gpus_are_planned_where_the_config_asks_for_them(
+    overrides: list[str], devices: tuple[str, str], dtype: torch.dtype
+) -> None:
+    config = _builtin(*overrides)
+    assert (find_devices(config), planned_dtype(config)) == (devices, dtype)
+
+
+# --- without a network -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a plan of a known model must not need the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_config_has_a_known_shape(path: Path, offline: None) -> None:
+    config = load_config(path)
+    planned = plan_lm(config, torch.bfloat16)
+    edits = [EncodedFact([0] * 4, 1, [0] * 3, [0] * 4 if planned.lm.kind == "encoder-decoder" else None)] * 2
+    assert rehearse_hypernet(config, planned.layers, edits, torch.bfloat16).peak > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_config_can_be_planned(path: Path, offline: None) -> None:
+    plan = Planner().plan(load_config(path))
+    assert min(plan.lm.total, plan.hypernet.total) > 100 * MB and plan.step_seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("gpt2", 124_439_808), ("EleutherAI/gpt-j-6b", 6_050_882_784), ("meta-llama/Meta-Llama-3-70B", 70_553_706_496)],
+)
+def test_known_shapes_have_the_published_number_of_parameters(name: str, parameters: int, offline: None) -> None:
+    model, _, source = find_skeleton(_builtin(f"model.name={name}").model)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    assert "known shape" in source
+
+
+def test_the_longest_name_that_matches_is_meant() -> None:
+    assert known_shape("openai-community/gpt2-xl") == "gpt2-xl"
+    assert known_shape("models/bert-base-fever") == "bert-base"
+    assert known_shape("somebody/unheard-of") is None
+    assert set(KNOWN) == {known_shape(name) for name in KNOWN}
+
+
+# --- the command -------------------------------------------------------------------------------------
+
+SMALL = ("training.num_edits=8", "editor.rank=64", "editor.layers=last:1")
+
+
+def test_the_command_prints_a_plan(malmen: Run) -> None:
+    code, out, _ = malmen("plan", "builtin", *SMALL, "--flops", 100)
+    assert code == 0
+    for expected in (
+        "LM worker on CPU",
+        "hypernet actor on CPU",
+        "Adam",
+        "meta_loss",
+        "given, 100 GFLOP/s",
+        "It fits.",
+    ):
+        assert expected in out
+
+
+def test_the_command_prints_json_and_advice_and_exits_with_1_if_it_does_not_fit(malmen: Run) -> None:
+    code, out, _ = malmen("plan", "builtin", "training.num_edits=64", "--hypernet-memory", 0.6, "--json")
+    found = json.loads(out)
+    assert code == 1 and not found["fits"]
+    assert any("batch.hypernet_rows" in one["settings"][0] for one in found["advice"])
+    moved = found["bytes_moved"]
+    assert moved["objects"] == moved["traces"] + moved["shifts"] + moved["shift_grads"]
+    assert {stage["name"] for stage in found["stages"]} >= {
+        "trace",
+        "solve",
+        "meta_loss",
+        "hypernet",
+        "adam",
+        "transfer",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--flops", 1, "--measure"), "exclude each other"),
+        (("model.device=cuda", "--measure"), "give --flops"),
+        (("layers=last:9",), "K must be 1 to 6"),
+        (("rnak=3",), "unknown key"),
+    ],
+)
+def test_wrong_usage_is_told(malmen: Run, arguments: tuple[object, ...], message: str) -> None:
+    code, _, err = malmen("plan", "builtin", *arguments)
+    assert code == 2 and message in err
+
+
+def test_an_unknown_model_names_those_that_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(_config: object) -> None:
+        raise EditError("cannot load the model")
+
+    monkeypatch.setattr("malmen.platform.shapes.load_skeleton", unreachable)
+    with pytest.raises(EditError, match=r"known without it are those of gpt2, "):
+        find_skeleton(_builtin("model.name=somebody/unheard-of").model)
