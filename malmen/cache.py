@@ -26,7 +26,8 @@ class FactCache:
         self, kinds: Sequence[str], facts: Iterable[EncodedFact]
     ) -> tuple[list[tuple[int, EncodedFact]], list[tuple[int, EncodedFact]]]:
         """The facts with their places: those of which every kind is here, and the others."""
-        known, fresh = [], []
+        known: list[tuple[int, EncodedFact]] = []
+        fresh: list[tuple[int, EncodedFact]] = []
         for place, fact in enumerate(facts):
             (known if self.holds(kinds, fact) else fresh).append((place, fact))
         self.hits += len(known)

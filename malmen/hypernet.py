@@ -8,13 +8,14 @@ Layers of one shape share the blocks; statistics, scale, shift, edit-lr and damp
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 
-class Statistics(NamedTuple):
+@dataclass(frozen=True)
+class Statistics:
     """Some rows of one layer, as far as a normaliser wants to know them; float64."""
 
     count: Tensor  # ()

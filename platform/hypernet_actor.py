@@ -51,7 +51,10 @@ class HypernetActor:
         self._store: dist.TCPStore | None = None
         self._report: dict[str, Any] = {"step": NOTHING}  # of the last step
         self._observed = NOTHING  # the last step that the normalisers have seen; unlike the rest it cannot be undone
-        self._forget()
+        self._traces: dict[int, dict[int, Arrays]] = {}  # by step and sender
+        self._shifts: dict[int, tuple[dict[str, Any], dict[str, float]]] = {}
+        self._grads: dict[int, Arrays] = {}
+        self._solved: Solved | None = None
         self._doing = ("waiting to be restored", time.time())
 
     # --- joining, leaving, restoring ------------------------------------------------------------------
@@ -211,10 +214,10 @@ class HypernetActor:
 
     def _forget(self) -> None:
         """Drop what belongs to a step under way."""
-        self._traces: dict[int, dict[int, Arrays]] = {}
-        self._shifts: dict[int, tuple[dict[str, Any], dict[str, float]]] = {}
-        self._grads: dict[int, Arrays] = {}
-        self._solved: Solved | None = None
+        self._traces.clear()
+        self._shifts.clear()
+        self._grads.clear()
+        self._solved = None
 
     def _gather(self, parts: dict[int, Arrays]) -> Traces:
         """The rows of all senders, in their order."""

@@ -47,7 +47,7 @@ class HypernetGroup:
         cls, config: Config, layers: list[LayerSpec], run: str, *, resources: Mapping[str, Any], threads: int
     ) -> HypernetGroup:
         """Ask Ray for the actors. They come when there is room; the first `heal` waits for them."""
-        remote = ray.remote(concurrency_groups={"status": 1})(HypernetActor).options(
+        remote = ray.remote(concurrency_groups={"status": 1})(HypernetActor).options(  # type: ignore[call-overload]
             max_restarts=-1,
             max_task_retries=0,  # a call that was lost may not be repeated before the group has healed
             scheduling_strategy="SPREAD",

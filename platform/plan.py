@@ -14,7 +14,7 @@ import torch
 
 from malmen.config import Config
 from malmen.layers import LayerSpec
-from malmen.platform.plan_data import StepFacts, step_facts
+from malmen.platform.plan_data import Pools, StepFacts, find_pools, step_facts
 from malmen.platform.plan_hypernet import RehearsedHypernet, rehearse_hypernet
 from malmen.platform.plan_lm import PlannedLM, RehearsedLM, plan_lm, rehearse_lm
 from malmen.platform.plan_memory import GB, MB, Role, hypernet_role, lm_role
@@ -31,7 +31,7 @@ from malmen.platform.plan_time import (
 )
 
 GPU_MEMORY = 79 * GB  # of a card sold with 80 GB, as torch counts
-DRIVER = 1500 * MB  # the driver, Ray's own processes and MLflow on the machine that they share with the roles
+DRIVER = 2500 * MB  # the driver and Ray's own processes: 2.8 GB resident as measured, a part of it shared
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,7 @@ class Planner:
     def __init__(self, options: PlanOptions | None = None) -> None:
         self.options = options or PlanOptions()
         self._models: dict[str, PlannedLM] = {}
+        self._pools: dict[str, Pools] = {}
         self._facts: dict[str, StepFacts] = {}
         self._lms: dict[str, RehearsedLM] = {}
         self._hypernets: dict[str, RehearsedHypernet] = {}
@@ -106,6 +107,7 @@ class Planner:
     def plan(self, config: Config) -> Plan:
         """What a run of this config will need."""
         devices, dtype = find_devices(config), planned_dtype(config)
+        rates = self._both_rates(config, devices, dtype)
         model, facts = self._model(config, dtype), self._step_facts(config, dtype)
         rehearsed, hypernet = self._lm(config, dtype), self._hypernet(config, dtype)
         lm_process = lm_role(config, model, facts, rehearsed, devices[0])
@@ -113,11 +115,6 @@ class Planner:
         machine = self._set_limits(lm_process, actor)
         features = model.feature_bytes(facts.edits, config.editor.tokens)
         moved = find_transfers(config, model, features, rehearsed, hypernet)
-        given = self.options.gflops
-        rates = (
-            self._rate(lm_process, dtype, given),
-            self._rate(actor, dtype, given if devices[0] == devices[1] else None),
-        )
         network = (self.options.bandwidth or NETWORK) * 1e9
         gather = (self.options.gather_bandwidth or GATHER[devices[0]]) * 1e9
         stages = find_stages(config, rehearsed, hypernet, moved, rates, network, gather)
@@ -178,10 +175,14 @@ class Planner:
         return self._models[key]
 
     def _step_facts(self, config: Config, dtype: torch.dtype) -> StepFacts:
-        key = _key(config, dtype, "seed", "model", "data", "training", "editor.layers")
-        if key not in self._facts:
+        drawn = ("training.equivalents_per_edit", "training.unrelated_per_edit")
+        pools = _key(config, None, "seed", "model", "data", *drawn)
+        key = _key(config, None, "seed", "model", "data", "training")
+        if pools not in self._pools:
             given = (self.options.fact_tokens, self.options.answer_tokens)
-            self._facts[key] = step_facts(config, self._model(config, dtype).lm, *given)
+            self._pools[pools] = find_pools(config, self._model(config, dtype).lm, *given)
+        if key not in self._facts:
+            self._facts[key] = step_facts(config, self._pools[pools])
         return self._facts[key]
 
     def _lm(self, config: Config, dtype: torch.dtype) -> RehearsedLM:
@@ -202,11 +203,16 @@ class Planner:
             self._hypernets[key] = rehearse_hypernet(config, layers, self._step_facts(config, dtype).edits, dtype)
         return self._hypernets[key]
 
-    def _rate(self, role: Role, dtype: torch.dtype, given: float | None) -> Rates:
-        key = repr((role.device, dtype, role.processes, given))
-        if key not in self._rates:
-            self._rates[key] = find_rates(role.device, dtype, role.processes, given, self.options.measure)
-        return self._rates[key]
+    def _both_rates(self, config: Config, devices: tuple[str, str], dtype: torch.dtype) -> tuple[Rates, Rates]:
+        """Of an LM worker and of an actor; what is given for the LM's device says nothing about another one."""
+        found, processes = [], (config.cluster.lm_workers, config.cluster.hypernet_actors)
+        for device, count in zip(devices, processes, strict=True):
+            given = self.options.gflops if device == devices[0] else None
+            key = repr((device, dtype, count, given))
+            if key not in self._rates:
+                self._rates[key] = find_rates(device, dtype, count, given, self.options.measure)
+            found.append(self._rates[key])
+        return found[0], found[1]
 
 
 def find_devices(config: Config) -> tuple[str, str]:
@@ -231,7 +237,7 @@ def _num_traced(facts: StepFacts, layer: LayerSpec, tokens: str) -> int:
     return sum(fact.num_traced(layer.stack, tokens) for fact in facts.edits)
 
 
-def _key(config: Config, dtype: torch.dtype, *names: str) -> str:
+def _key(config: Config, dtype: torch.dtype | None, *names: str) -> str:
     """Everything of the config that matters to something, as text."""
     parts: list[Any] = [dtype]
     for name in names:

@@ -21,7 +21,7 @@ from malmen.data.world_model import WORLD_MODEL
 from malmen.facts import fact_encoder
 from malmen.lm import LanguageModel
 
-SAMPLE = 256  # records whose tokens are counted
+SAMPLE = 128  # records whose tokens are counted
 BYTES_PER_TOKEN = 4  # of English, where the tokenizer is not here
 FACT_TOKENS, ANSWER_TOKENS = 14, 3  # of zsRE with GPT-2's tokenizer, roughly
 CHAT_TOKENS = 10  # a template's own, roughly
@@ -58,39 +58,59 @@ class StepFacts:
         return min(drawn, self.pools[role] * self.num_records) if self.num_records else drawn
 
 
-def step_facts(
+@dataclass(frozen=True)
+class Pools:
+    """What some records have to draw from, by role: a list of facts for each record."""
+
+    edits: list[list[EncodedFact]]
+    equivalents: list[list[EncodedFact]]
+    unrelated: list[list[EncodedFact]]
+    num_records: int
+    source: str
+
+
+def find_pools(
     config: Config, lm: LanguageModel, fact_tokens: int | None = None, answer_tokens: int | None = None
-) -> StepFacts:
-    """A step's facts: of the data file if it exists, unless the lengths are given."""
-    training, here = config.training, config.data.train == "builtin" or Path(config.data.train).is_file()
+) -> Pools:
+    """Of the data file if it exists, unless the lengths are given; one record stands for all where none are here."""
+    here = config.data.train == "builtin" or Path(config.data.train).is_file()
     if here and fact_tokens is None and answer_tokens is None:
         encode, how = _encoder(config, lm)
         records, number = _sample(config.data.train, config.data.format, config.seed)
         source = f"{len(records)} records of {config.data.train}, {how}"
     else:
-        encode = _constant(config, lm.kind, fact_tokens or FACT_TOKENS, answer_tokens or ANSWER_TOKENS)
-        some = (Fact("", ""),)
+        fact = _fact(config, lm.kind, fact_tokens or FACT_TOKENS, answer_tokens or ANSWER_TOKENS)
+        encode = lambda _fact: fact  # noqa: E731
+        some, training = (Fact("", ""),), config.training
         record = EditRecord(*some, some * training.equivalents_per_edit, some * training.unrelated_per_edit)
         records, number = [record], SIZES.get(config.data.format, 0)
         known = f"{number:,} records" if number else "an unknown number of records"
-        given = fact_tokens or answer_tokens
-        source = f"{'given' if given else 'assumed'} lengths, {known}" + (
-            "" if here else f"; no {config.data.train} here"
-        )
-    pools: dict[str, list[list[EncodedFact]]] = {
-        "edits": [[encode(record.edit)] for record in records],
-        "equivalents": [[encode(fact) for fact in record.equivalents or (record.edit,)] for record in records],
-        "unrelated": [[encode(fact) for fact in record.unrelated] for record in records],
-    }
-    equivalents = [pool[: training.equivalents_per_edit] for pool in pools["equivalents"]]
-    if training.include_edit:
-        equivalents = [edit + some for edit, some in zip(pools["edits"], equivalents, strict=True)]
-    unrelated = [pool[: training.unrelated_per_edit] for pool in pools["unrelated"]]
-    return StepFacts(
-        *(_repeat(parts, training.num_edits) for parts in (pools["edits"], equivalents, unrelated)),
-        {role: sum(fact.length for pool in parts for fact in pool) / len(parts) for role, parts in pools.items()},
+        how = "given" if fact_tokens or answer_tokens else "assumed"
+        source = f"{how} lengths, {known}" + ("" if here else f"; no {config.data.train} here")
+    return Pools(
+        [[encode(record.edit)] for record in records],
+        [[encode(fact) for fact in record.equivalents or (record.edit,)] for record in records],
+        [[encode(fact) for fact in record.unrelated] for record in records],
         number,
         source,
+    )
+
+
+def step_facts(config: Config, pools: Pools) -> StepFacts:
+    """As many as the config asks for; where there are fewer records, they are repeated."""
+    training = config.training
+    equivalents = [pool[: training.equivalents_per_edit] for pool in pools.equivalents]
+    if training.include_edit:
+        equivalents = [edit + some for edit, some in zip(pools.edits, equivalents, strict=True)]
+    unrelated = [pool[: training.unrelated_per_edit] for pool in pools.unrelated]
+    by_role = {"edits": pools.edits, "equivalents": pools.equivalents, "unrelated": pools.unrelated}
+    return StepFacts(
+        _repeat(pools.edits, training.num_edits),
+        _repeat(equivalents, training.num_edits),
+        _repeat(unrelated, training.num_edits),
+        {role: sum(fact.length for pool in parts for fact in pool) / len(parts) for role, parts in by_role.items()},
+        pools.num_records,
+        pools.source,
     )
 
 
@@ -130,13 +150,9 @@ def _encoder(config: Config, lm: LanguageModel) -> tuple[Encode, str]:
     return estimate, f"at {BYTES_PER_TOKEN} bytes a token, for the tokenizer is not here"
 
 
-def _constant(config: Config, kind: Kind, length: int, answers: int) -> Encode:
-    fact = _fact(config, kind, max(length, answers + 1), answers)
-    return lambda _fact: fact
-
-
 def _fact(config: Config, kind: Kind, length: int, answers: int) -> EncodedFact:
     """A fact of so many tokens, answer included."""
+    length = max(length, answers + 1)
     if config.data.prompt_format == "chat":
         length += CHAT_TOKENS
     length = min(length, config.data.max_length)

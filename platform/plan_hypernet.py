@@ -37,19 +37,13 @@ class RehearsedHypernet:
     solve_peak: int = 0  # held at once while solving, features included
     backward_peak: int = 0  # the same while back-propagating, θ's gradient included
     small_peak: int = 0  # the part of both that the allocator may keep
-    tokens: int = 0  # rows of all its layers
     forms: set[str] = field(default_factory=set)  # primal, dual
     gathered: int = 0  # bytes that shards of one layer send each other
     costs: dict[str, Cost] = field(default_factory=dict)
 
     @property
-    def permanent(self) -> int:
-        """What stays between steps."""
-        return self.theta + self.norms + self.adam
-
-    @property
     def peak(self) -> int:
-        """Beside what is permanent."""
+        """Beside θ, its statistics and Adam, which stay between steps."""
         return max(self.solve_peak, self.backward_peak)
 
 
@@ -64,7 +58,7 @@ def rehearse_hypernet(
     with torch.device("meta"):
         editor = _Rehearsed(layers, config)
     editor.shards = _Shards(counts, {name: sum(name in _layers(some) for some in plan) for name in counts})
-    found = RehearsedHypernet(tokens=sum(_rows(share, counts) for share in shares))
+    found = RehearsedHypernet()
     found.theta, found.norms = _bytes(editor.parameters()), _bytes(editor.buffers())
     found.adam = 2 * found.theta + 4 * len(list(editor.parameters()))  # Adam's own count of steps
     _rehearse(editor, found, {share.layer: _rows(share, counts) for share in shares}, dtype)
@@ -139,25 +133,22 @@ class _Shards:
 
     def solve(self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float) -> SolvedShard:
         """As `ProcessGroupShards` does it."""
-        dual, solution = self.counts[layer] < keys.shape[1], None
+        count, key_size, value_size = self.counts[layer], keys.shape[1], value_diffs.shape[1]
+        dual = count < key_size
+        size = count if dual else key_size
+        self.kept += 8 * size * (size + (value_size if dual else 0))  # the factor, and the dual's weights
+        self.pullbacks += 8 * size * value_size
+        self.forms.add("dual" if dual else "primal")
         if self.holders[layer] == 1:
-            alone = solve_least_squares(keys, value_diffs, damping)
-            factor, solution = alone.factor, alone
-        elif dual:
-            all_keys, all_diffs = (part.new_empty(self.counts[layer], part.shape[1]) for part in (keys, value_diffs))
-            whole = DualSolution.of(all_keys, all_diffs, damping)
-            factor, solution = whole.factor, PartOfDual(whole, all_keys, slice(0, len(keys)))
+            return solve_least_squares(keys, value_diffs, damping)
+        if dual:
+            all_keys, all_diffs = (part.new_empty(count, part.shape[1]) for part in (keys, value_diffs))
             self.gathered += _bytes((all_keys, all_diffs))
             self.kept += _bytes((all_keys,))
-        else:
-            equation = NormalEquation.of(keys, value_diffs)
-            self.gathered += _bytes((equation.gram, equation.cross))
-            primal = equation.solve(damping)
-            factor, solution = primal.factor, primal
-        self.kept += _bytes((factor,)) + (8 * self.counts[layer] * value_diffs.shape[1] if dual else 0)
-        self.pullbacks += 8 * value_diffs.shape[1] * (self.counts[layer] if dual else keys.shape[1])
-        self.forms.add("dual" if dual else "primal")
-        return solution
+            return PartOfDual(DualSolution.of(all_keys, all_diffs, damping), all_keys, slice(0, len(keys)))
+        equation = NormalEquation.of(keys, value_diffs)
+        self.gathered += _bytes((equation.gram, equation.cross))
+        return equation.solve(damping)
 
     def sum_shift(self, layer: str, shift: Tensor) -> Tensor:
         """One's own is as large as the sum."""

@@ -56,8 +56,18 @@ class Role:
             self.items.append(Item(name, round(size)))
 
 
+@dataclass(frozen=True)
+class Moment:
+    """What an LM worker holds beside its weights at one time, in bytes."""
+
+    traces: int
+    shifts: int
+    total: int
+    merged: int = 0
+
+
 def lm_role(config: Config, planned: PlannedLM, facts: StepFacts, found: RehearsedLM, device: str) -> Role:
-    """An LM worker at its peak: in the meta loss, or tracing ahead with the shifts still there."""
+    """An LM worker at its peak: in the meta loss, or tracing ahead with traces and shifts of this step still there."""
     workers, overlap = config.cluster.lm_workers, config.cluster.overlap
     role = Role("LM worker", workers, device)
     sharded = config.lm.sharding == "zero3"
@@ -66,24 +76,23 @@ def lm_role(config: Config, planned: PlannedLM, facts: StepFacts, found: Rehears
     if sharded:
         role.add("whole weights gathered at once", planned.gathered_bytes())
     shifts, features = planned.shift_bytes, planned.feature_bytes(facts.edits, config.editor.tokens) // workers
-    meta = found.meta_peak + features
-    received = 1 if device == "cpu" else 0  # on a GPU they stay with the host, like the gradients that are sent
-    ahead = found.trace_peak + (2 * features + (received + 1) * shifts if overlap else features)
-    held = {
-        "traces of its edits" + (", two steps" if overlap and ahead > meta else ""): features * (1 + (ahead > meta)),
-        "shifts and their gradients": shifts * (received + (2 if meta >= ahead else overlap)),
-    }
-    if meta >= ahead:
-        held["W + S, or S in the LM's type"] = _matrices(planned, planned.lm.dtype.itemsize)
-    for name, size in held.items():
-        role.add(name, size)
-    role.add("activations and logits of a micro-batch", max(meta, ahead) - sum(held.values()))
+    received = 1 if device == "cpu" else 0  # as they came: with a GPU that is in the host's memory
+    ahead = (received + 1) * overlap  # shifts and gradients of the step before, while the next one is traced
+    moments = [  # what is held of traces and shifts, and of everything: in the meta loss, tracing, ordering the traces
+        Moment(features, shifts * (received + 2), found.meta_peak + features, _matrices(planned)),
+        Moment(features * (1 + overlap), shifts * ahead, found.trace_peak + features * (1 + overlap) + shifts * ahead),
+        Moment(features * (2 + overlap), shifts * ahead, features * (2 + overlap) + shifts * ahead),
+    ]
+    most = max(moments, key=lambda moment: moment.total)
+    role.add("traces of its edits", most.traces)
+    role.add("shifts and their gradients", most.shifts)
+    role.add("W + S, or S in the LM's type", most.merged)
+    role.add("activations and logits of a micro-batch", most.total - most.traces - most.shifts - most.merged)
     role.add("cache of what recurs", cache_bytes(config, planned, facts))
     if device == "cpu":
-        drawn = config.training.steps * sum(len(some) for some in facts.roles.values())  # each is kept once encoded
-        role.add("records and their tokens", facts.num_records * _RECORD + drawn * _FACT)
+        role.add("records and their tokens", facts.num_records * _RECORD + _num_encoded(config, facts) * _FACT)
         role.add("pages of Ray's object store", 2 * shifts + (1 + overlap) * features)
-    _allocator(role, found.small_peak, max(meta, ahead))
+    _allocator(role, found.small_peak, most.total)
     return role
 
 
@@ -111,6 +120,14 @@ def hypernet_role(config: Config, found: RehearsedHypernet, device: str) -> Role
     return role
 
 
+def _num_encoded(config: Config, facts: StepFacts) -> float:
+    """Facts that the run will have encoded at its end: each that it draws is kept; a file's come again."""
+    drawn = config.training.steps * sum(len(some) for some in facts.roles.values())
+    if config.data.train == "builtin" or not facts.num_records:
+        return drawn
+    return min(drawn, facts.num_records * sum(len(some) for some in facts.roles.values()) / len(facts.edits))
+
+
 def _base(role: Role, more: int = 0) -> None:
     if role.device == "cpu":
         role.add("python, torch, ray" + (", transformers" if "LM" in role.name else ""), _BASE[role.name] + more)
@@ -125,5 +142,5 @@ def _allocator(role: Role, small: int, peak: int) -> None:
         role.add("fragments (assumed)", _FRAGMENTS * peak)
 
 
-def _matrices(planned: PlannedLM, size: int) -> int:
-    return sum(layer.key_size * layer.value_size for layer in planned.layers) * size
+def _matrices(planned: PlannedLM) -> int:
+    return sum(layer.key_size * layer.value_size for layer in planned.layers) * planned.lm.dtype.itemsize

@@ -150,7 +150,8 @@ class _Fit(threading.Thread):
 
     def __init__(self, trainer: TorchTrainer) -> None:
         super().__init__(name="ray-train", daemon=True)
-        self.trainer, self.error = trainer, None
+        self.trainer = trainer
+        self.error: BaseException | None = None
 
     def run(self) -> None:
         try:

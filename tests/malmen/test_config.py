@@ -56,6 +56,7 @@ def test_every_shipped_config_is_valid_and_names_no_machine() -> None:
         "builtin",
         "gpt-j",
         "gpt2",
+        "llama-3-70b",
         "llama-3-8b",
         "smollm2-135m",
         "t5-xl",

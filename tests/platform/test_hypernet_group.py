@@ -68,7 +68,9 @@ def test_three_actors_that_share_two_layers_equal_one_editor(aggregation: str, t
     for state in states:
         assert all((state["editor"][name] == array).all() for name, array in states[0]["editor"].items())
     found = {name: to_tensor(array) for name, array in states[0]["editor"].items()}
-    assert_close(found, dict(expected.state_dict()), rtol=1e-9, atol=1e-11)
+    # Where a gradient cancels to near zero (a bias under summed shifts), Adam blows its rounding up to a share of its
+    # step of 1e-2: 2e-11 was seen, so 1e-10 is allowed there.
+    assert_close(found, dict(expected.state_dict()), rtol=1e-9, atol=1e-10)
 
 
 def test_an_editors_error_reaches_the_asker_as_a_message(tmp_path: Path) -> None:

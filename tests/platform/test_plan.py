@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from malmen.config import Config, load_config
-from malmen.data.tokens import EncodedFact, TokenBatch, make_batches
+from malmen.data.tokens import TokenBatch, make_batches
 from malmen.data.world import world_records
 from malmen.editor import Editor
 from malmen.errors import EditError
@@ -23,10 +24,10 @@ from malmen.lm import LanguageModel, load_lm
 from malmen.meta import generalization_backward, locality_backward, make_leaves
 from malmen.platform.plan import Planner, PlanOptions, find_devices, planned_dtype
 from malmen.platform.plan_advice import advise, change
-from malmen.platform.plan_data import StepFacts, step_facts
+from malmen.platform.plan_data import StepFacts, find_pools, step_facts
 from malmen.platform.plan_hypernet import rehearse_hypernet
 from malmen.platform.plan_lm import plan_lm, rehearse_lm
-from malmen.platform.plan_memory import MB
+from malmen.platform.plan_memory import GB, MB
 from malmen.platform.plan_meter import Meter
 from malmen.platform.shapes import KNOWN, find_skeleton, known_shape
 from malmen.trace import Traces, trace, trace_facts
@@ -50,8 +51,21 @@ def facts(lm: LanguageModel) -> StepFacts:
     return StepFacts(edits, equivalents, unrelated, {}, 0, "a test")
 
 
+@pytest.fixture(scope="module")
+def _shared() -> Planner:
+    return Planner()
+
+
+@pytest.fixture
+def planner(_shared: Planner) -> Planner:
+    """Of facts of 12 tokens; it rehearses once what several tests plan."""
+    _shared.options = PlanOptions(fact_tokens=12, answer_tokens=3)
+    return _shared
+
+
 def _builtin(*overrides: str) -> Config:
-    return load_config(CONFIGS / "builtin.yaml", ["training.num_edits=8", "editor.rank=64", *overrides])
+    small = ["training.num_edits=8", "editor.rank=64", "editor.layers=last:1"]
+    return load_config(CONFIGS / "builtin.yaml", [*small, *overrides])
 
 
 def _cut(some: Any) -> list[TokenBatch]:
@@ -164,9 +178,9 @@ def test_a_meter_forgets_what_is_freed() -> None:
 def test_a_plan_is_of_a_step_of_the_configs_size() -> None:
     config = _builtin("training.num_edits=300", "training.unrelated_per_edit=2")
     planned = plan_lm(config, torch.float32)
-    found = step_facts(config, planned.lm)
+    found = step_facts(config, find_pools(config, planned.lm))
     assert [len(some) for some in found.roles.values()] == [300, 300, 600]
-    given = step_facts(config, planned.lm, fact_tokens=20, answer_tokens=5)
+    given = step_facts(config, find_pools(config, planned.lm, fact_tokens=20, answer_tokens=5))
     assert {(fact.length, len(fact.targets)) for fact in given.edits} == {(19, 5)}
 
 
@@ -179,33 +193,31 @@ def test_a_plan_is_of_a_step_of_the_configs_size() -> None:
         ("hypernet", "editor.rank=128"),
         ("hypernet", "training.num_edits=64"),
         ("lm", "training.num_edits=64"),
-        ("lm", "editor.layers=last:6"),
-        ("hypernet", "editor.layers=last:6"),
+        ("lm", "editor.layers=last:2"),
+        ("hypernet", "editor.layers=last:2"),
     ],
 )
-def test_more_of_it_needs_more(role: str, more: str) -> None:
-    planner = Planner()
+def test_more_of_it_needs_more(planner: Planner, role: str, more: str) -> None:
     small, large = planner.plan(_builtin()), planner.plan(_builtin(more))
     assert getattr(large, role).total > getattr(small, role).total
     assert large.step_seconds > small.step_seconds
 
 
-def test_a_smaller_cut_needs_less() -> None:
-    planner, config = Planner(), _builtin("training.num_edits=64")
+def test_a_smaller_cut_needs_less(planner: Planner) -> None:
+    config = _builtin("training.num_edits=64", "editor.layers=last:2")
     whole = planner.plan(config)
-    for setting in ("batch.token_budget=128", "batch.hypernet_rows=128"):
-        cut = planner.plan(change(config, [setting]))
-        assert cut.lm.total + cut.hypernet.total < whole.lm.total + whole.hypernet.total
+    cut = planner.plan(change(config, ["batch.token_budget=128", "batch.hypernet_rows=128"]))
+    assert cut.lm.total < whole.lm.total and cut.hypernet.total < whole.hypernet.total
     actors = planner.plan(change(config, ["cluster.hypernet_actors=4"]))
     assert actors.hypernet.total < whole.hypernet.total
     assert actors.transfers.theta_grads > whole.transfers.theta_grads == 0
-    uneven = planner.plan(change(config, ["cluster.hypernet_actors=3"]))  # 4 layers over 3: some layers are shared
-    assert uneven.transfers.solve > 0 and actors.transfers.solve == 0
+    even = planner.plan(change(config, ["cluster.hypernet_actors=2"]))
+    assert actors.transfers.solve > even.transfers.solve == 0  # 2 layers over 4 actors: each layer is shared by two
 
 
-def test_zero3_divides_the_weights_of_a_large_model() -> None:
+def test_zero3_divides_the_weights_of_a_large_model(planner: Planner) -> None:
     config = load_config(CONFIGS / "llama-3-70b.yaml", ["editor.layers=last:1", "training.num_edits=64"])
-    plan = Planner().plan(config)
+    plan = planner.plan(config)
     weights = plan_lm(config, torch.bfloat16).weight_bytes
     items = {item.name: item.bytes for item in plan.lm.items}
     assert items["weights, 1/8"] == pytest.approx(weights / 8, abs=1)
@@ -214,26 +226,25 @@ def test_zero3_divides_the_weights_of_a_large_model() -> None:
     assert plan.transfers.weights > 7 * weights
 
 
-@pytest.mark.parametrize(("lm_memory", "hypernet_memory"), [(None, 0.56), (0.72, None), (0.72, 0.56)])
-def test_advice_fits(lm_memory: float | None, hypernet_memory: float | None) -> None:
-    planner = Planner(PlanOptions(lm_memory=lm_memory, hypernet_memory=hypernet_memory))
-    plan = planner.plan(_builtin("training.num_edits=128", "editor.layers=last:2"))
-    assert not plan.fits
+@pytest.mark.parametrize("roles", [("hypernet",), pytest.param(("lm", "hypernet"), marks=pytest.mark.slow)])
+def test_advice_fits(planner: Planner, roles: tuple[str, ...]) -> None:
+    config = _builtin("training.num_edits=64", "batch.token_budget=256", "batch.hypernet_rows=256", "lm_workers=32")
+    needed = planner.plan(config)
+    limits = {f"{role}_memory": (getattr(needed, role).total - MB) / GB for role in roles}
+    planner.options = replace(planner.options, **limits)  # type: ignore[arg-type]
+    plan = planner.plan(config)
     found = advise(planner, plan)
-    assert found
+    assert not plan.fits and found
     for advice in found:
         changed = planner.plan(change(plan.config, advice.settings))
         assert changed.fits and (changed.lm.total, changed.hypernet.total) == (advice.lm, advice.hypernet)
 
 
-def test_no_advice_is_given_where_nothing_helps() -> None:
-    planner = Planner(PlanOptions(lm_memory=0.1))
-    assert advise(planner, planner.plan(_builtin("editor.layers=last:1"))) == []
-
-
-def test_a_plan_that_fits_needs_no_advice() -> None:
-    planner = Planner()
-    assert advise(planner, planner.plan(_builtin())) == []
+def test_no_advice_is_given_where_none_is_needed_or_nothing_helps(planner: Planner) -> None:
+    config = _builtin("editor.layers=last:1", "batch.token_budget=64", "batch.hypernet_rows=64")
+    assert advise(planner, planner.plan(config)) == []
+    planner.options = replace(planner.options, hypernet_memory=0.1)
+    assert advise(planner, planner.plan(config)) == []
 
 
 @pytest.mark.parametrize(
@@ -266,10 +277,8 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_shipped_config_has_a_known_shape(path: Path, offline: None) -> None:
-    config = load_config(path)
-    planned = plan_lm(config, torch.bfloat16)
-    edits = [EncodedFact([0] * 4, 1, [0] * 3, [0] * 4 if planned.lm.kind == "encoder-decoder" else None)] * 2
-    assert rehearse_hypernet(config, planned.layers, edits, torch.bfloat16).peak > 0
+    planned = plan_lm(load_config(path), torch.bfloat16)
+    assert planned.layers and planned.num_parameters > 10**6
 
 
 @pytest.mark.slow
@@ -298,38 +307,25 @@ def test_the_longest_name_that_matches_is_meant() -> None:
 
 # --- the command -------------------------------------------------------------------------------------
 
-SMALL = ("training.num_edits=8", "editor.rank=64", "editor.layers=last:1")
+SMALL = ("training.num_edits=8", "editor.rank=64", "editor.layers=last:1", "--fact-tokens", 12)
 
 
 def test_the_command_prints_a_plan(malmen: Run) -> None:
     code, out, _ = malmen("plan", "builtin", *SMALL, "--flops", 100)
+    shown = ("LM worker on CPU", "hypernet actor on CPU", "Adam", "meta_loss", "given, 100 GFLOP/s", "It fits.")
+    assert [expected for expected in shown if expected not in out] == []
     assert code == 0
-    for expected in (
-        "LM worker on CPU",
-        "hypernet actor on CPU",
-        "Adam",
-        "meta_loss",
-        "given, 100 GFLOP/s",
-        "It fits.",
-    ):
-        assert expected in out
 
 
-def test_the_command_prints_json_and_advice_and_exits_with_1_if_it_does_not_fit(malmen: Run) -> None:
-    code, out, _ = malmen("plan", "builtin", "training.num_edits=64", "--hypernet-memory", 0.6, "--json")
+def test_a_plan_that_does_not_fit_says_what_would_and_exits_with_1(malmen: Run) -> None:
+    code, out, _ = malmen("plan", "builtin", *SMALL, "rank=2048", "--hypernet-memory", 0.52, "--json")
     found = json.loads(out)
     assert code == 1 and not found["fits"]
-    assert any("batch.hypernet_rows" in one["settings"][0] for one in found["advice"])
+    assert "editor.rank=1024" in [one["settings"][0] for one in found["advice"]]
     moved = found["bytes_moved"]
     assert moved["objects"] == moved["traces"] + moved["shifts"] + moved["shift_grads"]
-    assert {stage["name"] for stage in found["stages"]} >= {
-        "trace",
-        "solve",
-        "meta_loss",
-        "hypernet",
-        "adam",
-        "transfer",
-    }
+    stages = {stage["name"] for stage in found["stages"]}
+    assert stages >= {"trace", "solve", "meta_loss", "hypernet", "adam", "transfer"}
 
 
 @pytest.mark.parametrize(
