@@ -153,8 +153,9 @@ class Planner:
         number, width = rehearsed.largest
         found = [
             f"model: {model.source}",
-            f"facts: {facts.source}; largest micro-batch {number} × {width} tokens, "
-            f"{rehearsed.micro_batches} micro-batches a step and worker",
+            f"facts: {facts.source}; {rehearsed.micro_batches} micro-batches a step and worker, the largest of "
+            f"{number} × {width} tokens; it holds {rehearsed.trace_peak / GB:.2f} GB while traced and, with shifts, "
+            f"{rehearsed.meta_peak / GB:.2f} GB in the meta loss",
             f"rates: LM {rates[0].describe(model.lm.dtype)}; hyper-network {rates[1].describe(torch.float32)}",
             f"network {bandwidths[0] / 1e9:g} GB/s between processes",
         ]

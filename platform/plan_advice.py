@@ -39,7 +39,7 @@ def advise(planner: Planner, plan: Plan) -> list[Advice]:
     for_actor = [found for way in actor_ways if (found := _mildest(planner, plan.config, (), way, actor_fits))]
     both = not plan.lm.fits and not plan.hypernet.fits
     pairs = zip(for_lm, for_actor, strict=False) if both else ((one, ()) for one in [*for_lm, *for_actor])
-    tried = [_advice(planner, plan.config, (*one, *other)) for one, other in list(pairs)[: _SHOWN if both else None]]
+    tried = [_advice(planner, plan.config, _merge(*pair)) for pair in list(pairs)[: _SHOWN if both else None]]
     return [found for found in tried if found] or _many(planner, plan, [*lm_ways, *actor_ways])
 
 
@@ -58,6 +58,20 @@ def _mildest(planner: Planner, config: Config, before: Settings, way: Way, fits:
     if not way or not fits(planner.plan(change(config, (*before, *way[-1])))):
         return None
     return next(settings for settings in way if fits(planner.plan(change(config, (*before, *settings)))))
+
+
+def _merge(one: Settings, other: Settings) -> Settings:
+    """Both; of a setting that is in both, the smaller value."""
+    merged = {setting.split("=")[0]: setting for setting in one}
+    for setting in other:
+        name = setting.split("=")[0]
+        merged[name] = min(merged.get(name, setting), setting, key=_number)
+    return tuple(merged.values())
+
+
+def _number(setting: str) -> int:
+    digits = re.search(r"\d+$", setting)
+    return int(digits[0]) if digits else 0
 
 
 def _advice(planner: Planner, config: Config, settings: Settings) -> Advice | None:
@@ -90,6 +104,7 @@ def _many(planner: Planner, plan: Plan, ways: Sequence[Way]) -> list[Advice]:
 def _lm_ways(plan: Plan) -> Iterator[Way]:
     config = plan.config
     yield [(f"batch.token_budget={size}",) for size in _halves(config.batch.token_budget)]
+    yield [("cluster.overlap=false",)] if config.cluster.overlap else []
     yield [("batch.cache_mb=0",)] if config.batch.cache_mb else []
     yield [("model.dtype=bfloat16",)] if plan.dtype == "float32" else []
     more = [count for count in (2, 4, 8, 16, 32, 64) if count > config.cluster.lm_workers]
@@ -97,6 +112,7 @@ def _lm_ways(plan: Plan) -> Iterator[Way]:
         more = [config.cluster.lm_workers, *more]
     sharded = () if config.lm.sharding == "zero3" else ("lm.sharding=zero3",)
     yield [(*sharded, f"cluster.lm_workers={count}") for count in more]
+    yield [(f"training.num_edits={size}",) for size in _halves(config.training.num_edits)]
     yield _fewer_layers(config)
 
 

@@ -22,7 +22,7 @@ from malmen.layers import find_layers
 from malmen.least_squares import DualSolution, PrimalSolution
 from malmen.lm import LanguageModel, load_lm
 from malmen.meta import generalization_backward, locality_backward, make_leaves
-from malmen.platform.plan import Planner, PlanOptions, find_devices, planned_dtype
+from malmen.platform.plan import DRIVER, Planner, PlanOptions, find_devices, planned_dtype
 from malmen.platform.plan_advice import advise, change
 from malmen.platform.plan_data import StepFacts, find_pools, step_facts
 from malmen.platform.plan_hypernet import rehearse_hypernet
@@ -58,8 +58,8 @@ def _shared() -> Planner:
 
 @pytest.fixture
 def planner(_shared: Planner) -> Planner:
-    """Of facts of 12 tokens; it rehearses once what several tests plan."""
-    _shared.options = PlanOptions(fact_tokens=12, answer_tokens=3)
+    """Of facts of 12 tokens and with memory for everything; it rehearses once what several tests plan."""
+    _shared.options = PlanOptions(lm_memory=1000, hypernet_memory=1000, fact_tokens=12, answer_tokens=3)
     return _shared
 
 
@@ -238,6 +238,18 @@ def test_advice_fits(planner: Planner, roles: tuple[str, ...]) -> None:
     for advice in found:
         changed = planner.plan(change(plan.config, advice.settings))
         assert changed.fits and (changed.lm.total, changed.hypernet.total) == (advice.lm, advice.hypernet)
+
+
+def test_without_limits_all_processes_must_fit_into_this_machine_together(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner.options = replace(planner.options, lm_memory=None, hypernet_memory=None)
+    config = _builtin("cluster.lm_workers=2")
+    plan = planner.plan(config)
+    assert plan.machine is not None and plan.machine[0] == DRIVER + 2 * plan.lm.total + plan.hypernet.total
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": plan.machine[0] - 1}.__getitem__)
+    small = planner.plan(config)
+    assert small.lm.fits and small.hypernet.fits and not small.fits
 
 
 def test_no_advice_is_given_where_none_is_needed_or_nothing_helps(planner: Planner) -> None:
