@@ -9,7 +9,8 @@ from small_runs import SMALL
 
 Run = Callable[..., tuple[int, str, str]]
 
-pytestmark = pytest.mark.slow  # each run imports, trains, edits and draws
+# each run imports, trains, edits and draws
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
 
 def _content(folder: Path) -> dict[Path, bytes]:

@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from malmen.platform.board import Board
+
+
+def test_rows_are_taken_once_and_in_order() -> None:
+    board = Board()
+    board.record({"step": 1})
+    board.record({"step": 2})
+    assert board.take() == [{"step": 1}, {"step": 2}]
+    assert board.take() == []
+
+
+def test_the_board_says_what_everybody_does_now() -> None:
+    board = Board()
+    board.note("LM rank 1", "tracing step 3")
+    board.note("LM rank 0", "tracing step 3")
+    board.note("LM rank 0", "waiting for the shifts of step 3")
+    first, second = board.doing()
+    assert first.startswith("LM rank 0: waiting for the shifts of step 3 for ")
+    assert second.startswith("LM rank 1: tracing step 3 for ")
