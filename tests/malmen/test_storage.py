@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -138,12 +137,6 @@ def test_fetching_copies_only_what_is_not_on_this_disk(tmp_path: Path, memory: s
     with RunStore(f"{memory}/checkpoint-0000001").fetch(without=["data.bin"]) as folder:
         assert sorted(path.name for path in folder.iterdir()) == ["config.json", "state.json"]
     assert not folder.exists()
-
-
-def test_a_store_travels_to_another_process(location: str | Path) -> None:
-    store = RunStore(location)
-    store.write_text("a", "text")
-    assert pickle.loads(pickle.dumps(store)).read_text("a") == "text"
 
 
 # --- killed ------------------------------------------------------------------------------------------

@@ -228,8 +228,6 @@ def test_two_shells_may_read_the_entrypoint_of_the_rayjob() -> None:
 
 @pytest.mark.slow  # a fresh interpreter imports ray and torch
 def test_the_trainer_has_the_options_of_the_entrypoints() -> None:
-    if not (ROOT / "platform" / "train.py").exists():
-        pytest.skip("platform/train.py is not there yet")
     done = subprocess.run(
         [sys.executable, "-m", "malmen.platform.train", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=240
     )

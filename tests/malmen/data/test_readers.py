@@ -283,7 +283,7 @@ def test_reading_writes_nothing_to_the_home_folder_and_prints_nothing(write, tmp
 def test_real_files_are_recognised_and_read_whole(name, count):
     path = SHARED_DATA / f"{name}.jsonl"
     if not path.exists():
-        pytest.skip(f"{path} is not there")
+        pytest.skip(f"{path} is not there: real rows are no part of the repository, only beside it")
     records = read_records(path)
     assert len(records) == count
     assert all(record.unrelated and record.id for record in records)
@@ -293,6 +293,6 @@ def test_real_files_are_recognised_and_read_whole(name, count):
 def test_questions_without_edits_are_not_mistaken_for_zsre():
     path = SHARED_DATA / "nq" / "qa.jsonl"  # its `src` names a file
     if not path.exists():
-        pytest.skip(f"{path} is not there")
+        pytest.skip(f"{path} is not there: real rows are no part of the repository, only beside it")
     with pytest.raises(EditError, match="not recognised"):
         read_records(path)
