@@ -111,7 +111,11 @@ class ClusterConfig(Section):
     hypernet_cpus: float = Field(default=1.0, ge=0, description="CPUs for each of them")
     hypernet_gpus: float | None = Field(default=None, ge=0, description="GPUs for each; default: 1 where any are left")
     hypernet_resources: dict[str, float] = Field(default={}, description="custom Ray resources for each")
-    overlap: bool = Field(default=True, description="trace the next step while the actors back-propagate this one")
+    overlap: bool | None = Field(
+        default=None,
+        description="trace the next step while the actors back-propagate this one; "
+        "default: unless both would share one machine's cores",
+    )
     wait_seconds: float = Field(default=300, gt=0, description="for the cluster to have room, or an actor to come back")
     stall_seconds: float = Field(
         default=1800, gt=0, description="without a finished step, a run is given up as hanging"

@@ -18,8 +18,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from malmen.config import ClusterConfig
 from malmen.errors import EditError, UsageError
 
-# A role waits while another works. Threads that spin meanwhile would take the cores from it: eight times slower.
-_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "TOKENIZERS_PARALLELISM": "false"}
+# Roles that work at the same time on the same cores: threads that wait must not spin, which was eight times slower.
+_SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Roles:
     hypernet: dict[str, float]  # Ray resources of a hypernet actor
     lm_threads: int
     hypernet_threads: int
+    overlap: bool  # whether LM workers and actors may work at the same time
 
 
 @contextmanager
@@ -56,6 +57,8 @@ def _start_local(config: ClusterConfig) -> None:
     needed = config.lm_workers * config.lm_cpus + config.hypernet_actors * config.hypernet_cpus
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's coming default; it warns without
+    if config.overlap:  # a new cluster's processes inherit it; in a runtime_env it would keep them from being prestarted
+        os.environ.update(_SHARED_CORES)
     try:
         ray.init(
             address="local",
@@ -63,7 +66,6 @@ def _start_local(config: ClusterConfig) -> None:
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            runtime_env={"env_vars": _ENVIRONMENT},
         )
     except (RuntimeError, OSError) as error:
         raise EditError(f"a local Ray cluster cannot be started: {error}") from error
@@ -73,7 +75,7 @@ def _connect(address: str) -> None:
     _check_answers(address)
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
     try:
-        ray.init(address=address, log_to_driver=False, runtime_env={"env_vars": _ENVIRONMENT})
+        ray.init(address=address, log_to_driver=False)
     except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise EditError(
             f"the Ray cluster at {address!r} answers but takes no connection: {' '.join(str(error).split())[:300]}; "
@@ -106,12 +108,14 @@ def size_roles(config: ClusterConfig, *, own: bool) -> Roles:
     if hypernet_gpus is None:
         hypernet_gpus = 1.0 if gpus - lm_gpus * config.lm_workers >= config.hypernet_actors else 0.0
     cores = os.cpu_count() or 1
+    shared_cores = own and not lm_gpus  # then working at the same time gains nothing, and threads get into each other's way
     return Roles(
         _resources(config.lm_cpus, lm_gpus, config.lm_resources),
         _resources(config.hypernet_cpus, hypernet_gpus, config.hypernet_resources),
         # On a cluster of our own the roles take turns, so each may have all cores; on another, what it asked for.
         max(1, cores // config.lm_workers if own else int(config.lm_cpus)),
         max(1, cores // config.hypernet_actors if own else int(config.hypernet_cpus)),
+        not shared_cores if config.overlap is None else config.overlap,
     )
 
 

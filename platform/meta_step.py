@@ -41,9 +41,10 @@ class UnderWay:
         return Stepped(StepReport(*self.losses, meta_loss, norm, self.seconds), actors, self.bytes_moved, ahead)
 
 
-def meta_step(worker: LMWorker, group: HypernetGroup, step: int, traces: Traces | None) -> Stepped:
-    """Algorithm 2 and the Adam step. LM ranks and actors work in turn, except that the ranks trace the next step's
-    edits while the actors back-propagate this one's: traces depend on the frozen weights only, so that is exact."""
+def meta_step(worker: LMWorker, group: HypernetGroup, step: int, traces: Traces | None, *, overlap: bool) -> Stepped:
+    """Algorithm 2 and the Adam step. LM ranks and actors work in turn, except that with `overlap` the ranks trace the
+    next step's edits while the actors back-propagate this one's: traces depend on the frozen weights only, so that is
+    exact."""
     watch, batch, sent_before = Stopwatch(), worker.sampler.batch(step), group.bytes_sent
     last = step + 1 >= worker.config.training.steps
 
@@ -67,7 +68,7 @@ def meta_step(worker: LMWorker, group: HypernetGroup, step: int, traces: Traces 
     worker.under_way = UnderWay(step, losses, watch.seconds, moved)
     pending = group.start_backward(step) if worker.world_rank == 0 else []  # (v)–(vii) pullback, proxy loss, Adam
     ahead = None
-    if worker.config.cluster.overlap and not last:
+    if overlap and not last:
         with watch("trace"):
             worker.note(f"tracing step {step + 1} ahead")
             ahead = worker.trace(worker.sampler.batch(step + 1).edits)

@@ -107,6 +107,8 @@ class Planner:
     def plan(self, config: Config) -> Plan:
         """What a run of this config will need."""
         devices, dtype = find_devices(config), planned_dtype(config)
+        if config.cluster.overlap is None:  # as cluster.size_roles decides on one machine
+            config = _with_overlap(config, devices[0] != "cpu")
         rates = self._both_rates(config, devices, dtype)
         model, facts = self._model(config, dtype), self._step_facts(config, dtype)
         rehearsed, hypernet = self._lm(config, dtype), self._hypernet(config, dtype)
@@ -225,6 +227,10 @@ def find_devices(config: Config) -> tuple[str, str]:
     lm = "cuda" if name.startswith("cuda") or gpus else "cpu"
     actors = lm == "cuda" if cluster.hypernet_gpus is None else cluster.hypernet_gpus > 0
     return lm, "cuda" if actors else "cpu"
+
+
+def _with_overlap(config: Config, overlap: bool) -> Config:
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"overlap": overlap})})
 
 
 def planned_dtype(config: Config) -> torch.dtype:

@@ -37,6 +37,7 @@ class LoopSettings:
     board: Any  # handle of the Board actor
     run: str
     threads: int
+    overlap: bool
     extra: dict[str, Any] = field(default_factory=dict)  # into every checkpoint
 
 
@@ -80,7 +81,7 @@ class Rank:
                 if step >= self.training.steps:
                     return
                 begin = time.perf_counter()
-                stepped = meta_step(self.worker, self.group, step, traces)
+                stepped = meta_step(self.worker, self.group, step, traces, overlap=self.loop.overlap)
                 self._record_step(step + 1, stepped, time.perf_counter() - begin)
                 step, traces = step + 1, stepped.ahead
             except HypernetLost as error:
