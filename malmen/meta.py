@@ -86,7 +86,7 @@ def meta_step(lm: LanguageModel, editor: Editor, batch: MetaBatch, caches: Cache
         scales = (1 / max(1, len(batch.equivalents)), 1 / max(1, len(batch.unrelated)))
         losses = meta_backward(lm, editor.layers, leaves, batch, scales, coef, cut, caches)
     meta_loss = losses[0] + coef * losses[1]
-    shift_grads = {name: _grad(leaf) for name, leaf in leaves.items()}
+    shift_grads = leaf_grads(leaves)
     check_finite(meta_loss, shift_grads, editor.steps_done, batch)
     with watch("hypernet"):  # (v)–(vii)
         editor.backward(solved, shift_grads)
@@ -99,6 +99,11 @@ def make_leaves(lm: LanguageModel, shifts: Mapping[str, Tensor]) -> dict[str, Te
     """The shifts as leaves, whose gradients are ∇_W̃ L_meta; summed over micro-batches in float32 at least."""
     dtype = torch.promote_types(lm.dtype, torch.float32)
     return {name: shift.to(lm.device, dtype, copy=True).requires_grad_() for name, shift in shifts.items()}
+
+
+def leaf_grads(leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """∇_W̃ L_meta by layer, once everything was run; zero where nothing was."""
+    return {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
 
 
 def meta_backward(
@@ -195,7 +200,3 @@ def _split(
         return [], list(facts)
     known, fresh = cache.split(kinds, facts)
     return [fact for _, fact in known], [fact for _, fact in fresh]
-
-
-def _grad(leaf: Tensor) -> Tensor:
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

@@ -20,7 +20,7 @@ from malmen.evaluate import Evaluation, evaluate, predict_batches
 from malmen.facts import fact_encoder
 from malmen.layers import find_layers
 from malmen.lm import load_lm
-from malmen.meta import MetaBatch, check_finite, make_leaves, meta_backward
+from malmen.meta import MetaBatch, check_finite, leaf_grads, make_leaves, meta_backward
 from malmen.platform.hypernet_group import HypernetLost
 from malmen.platform.sharding import load_sharded_lm
 from malmen.sampling import Sampler, training_records
@@ -65,7 +65,7 @@ class LMWorker:
         mine = MetaBatch((), self._share(batch.equivalents), self._share(batch.unrelated))
         scales = (1 / max(1, len(batch.equivalents)), 1 / max(1, len(batch.unrelated)))
         losses = meta_backward(self.lm, self.layers, leaves, mine, scales, coef, self._cut, self.caches)
-        grads = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
+        grads = leaf_grads(leaves)
         generalization, locality = self._sum(torch.tensor(losses, dtype=torch.float64)).tolist()
         for grad in grads.values():
             self._sum(grad)
