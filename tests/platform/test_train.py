@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from platform_runs import make_platform_config
+import ray
+from chaos import hanging_actor, overflowing_loop
+from platform_runs import make_platform_config, train_in_turn
 from torch.testing import assert_close
 
 from malmen.checkpoint import load_editor
 from malmen.config import Config
 from malmen.editor import Editor
-from malmen.platform.train import TrainedEditor, train
+from malmen.errors import EditError
+from malmen.layers import find_layers
+from malmen.lm import load_skeleton
+from malmen.platform.board import Board
+from malmen.platform.hypernet_group import HypernetGroup
+from malmen.platform.train import TrainedEditor, _follow, train
 from malmen.sampling import validation_records
 from malmen.training import evaluate_editor
 from malmen.training import train as train_alone
@@ -21,6 +29,8 @@ from malmen.training import train as train_alone
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
 Alone = Callable[[Config], tuple[Editor, dict[str, Any]]]
+Runs = tuple[dict[str, Config], dict[str, TrainedEditor]]
+KINDS = ("gpt2", "t5", "bert")
 
 
 @pytest.fixture(scope="module")
@@ -59,55 +69,111 @@ def assert_equal_runs(found: TrainedEditor, expected: tuple[Editor, dict[str, An
         assert found.scores[name] == pytest.approx(scores[name], rel=1e-9), name
 
 
+@pytest.fixture(scope="module")
+def two_ranks(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Two LM ranks and one to three actors, with and without ZeRO-3: one after the other on the same ranks."""
+    zero3 = {"sharding": "zero3"}
+
+    def config(kind: str, actors: int, **changes: Any) -> Config:
+        cluster = {"lm_workers": 2, "hypernet_actors": actors, "overlap": True, **changes.pop("cluster", {})}
+        return make_platform_config(kind, models, cluster=cluster, **changes)
+
+    epochs = {"num_edits": 19, "steps": 8, "checkpoint_every": 5}
+    configs = {
+        **{kind: config(kind, 2, lm=zero3) for kind in KINDS},
+        "2+1": config("gpt2", 1, cluster={"overlap": False}),
+        "one edit": config("gpt2", 3, lm=zero3, training={"num_edits": 1, "equivalents_per_edit": 1}),
+        "four epochs": config("gpt2", 1, lm=zero3, training=epochs),
+        "float32": config("gpt2", 1, lm=zero3, model={"dtype": "float32"}),
+    }
+    return configs, train_in_turn(configs, tmp_path_factory.mktemp("two_ranks"))
+
+
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("kind", ["gpt2", "t5", "bert"])
-def test_two_sharded_lm_ranks_and_two_actors_equal_one_process(
-    kind: str, models: Path, tmp_path: Path, alone: Alone
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_sharded_lm_ranks_and_two_actors_equal_one_process(kind: str, two_ranks: Runs, alone: Alone) -> None:
+    configs, found = two_ranks
+    assert_equal_runs(found[kind], alone(configs[kind]))
+
+
+@pytest.mark.deepspeed
+def test_two_lm_ranks_in_turn_with_one_actor_equal_one_process(two_ranks: Runs, alone: Alone) -> None:
+    configs, found = two_ranks
+    assert_equal_runs(found["2+1"], alone(configs["2+1"]))
+
+
+@pytest.mark.parametrize(("actors", "overlap"), [(1, None), (3, True)], ids=["1+1", "1+3, overlapped"])
+def test_one_lm_rank_and_any_number_of_actors_equal_one_process(
+    actors: int, overlap: bool | None, models: Path, tmp_path: Path, alone: Alone
 ) -> None:
-    roles = {"lm_workers": 2, "hypernet_actors": 2}
-    config = make_platform_config(kind, models, cluster=roles, lm={"sharding": "zero3"})
+    config = make_platform_config("gpt2", models, cluster={"hypernet_actors": actors, "overlap": overlap})
     assert_equal_runs(train(config, tmp_path / "run"), alone(config))
 
 
-@pytest.mark.parametrize(
-    ("lm_workers", "actors", "overlap"), [(1, 1, True), (2, 1, False), (1, 3, True)], ids=["1+1", "2+1", "1+3"]
-)
-def test_any_number_of_roles_equals_one_process(
-    lm_workers: int, actors: int, overlap: bool, models: Path, tmp_path: Path, alone: Alone
-) -> None:
-    roles = {"lm_workers": lm_workers, "hypernet_actors": actors, "overlap": overlap}
-    config = make_platform_config("gpt2", models, cluster=roles)
-    assert_equal_runs(train(config, tmp_path / "run"), alone(config))
-
-
 @pytest.mark.deepspeed
-def test_one_edit_leaves_shares_empty_and_still_equals_one_process(models: Path, tmp_path: Path, alone: Alone) -> None:
+def test_one_edit_leaves_shares_empty_and_still_equals_one_process(two_ranks: Runs, alone: Alone) -> None:
     """Two ranks, one edit: a rank without edits runs as many forwards as the other. Three actors: one has no rows."""
-    training = {"num_edits": 1, "equivalents_per_edit": 1}
-    roles = {"lm_workers": 2, "hypernet_actors": 3}
-    config = make_platform_config("gpt2", models, cluster=roles, training=training, lm={"sharding": "zero3"})
+    configs, found = two_ranks
+    assert_equal_runs(found["one edit"], alone(configs["one edit"]))
+
+
+@pytest.mark.deepspeed
+def test_the_cache_of_later_epochs_changes_nothing(two_ranks: Runs, alone: Alone) -> None:
+    """Four epochs of two steps. Ranks find different facts in their caches and still run the same forwards."""
+    configs, found = two_ranks
+    assert max(row.get("cache_mb", 0) for row in found["four epochs"].history) > 0
+    config = configs["four epochs"]
+    without = config.model_copy(update={"batch": config.batch.model_copy(update={"cache_mb": 0})})
+    assert_equal_runs(found["four epochs"], alone(without))
+
+
+@pytest.mark.deepspeed
+def test_a_model_loaded_in_parts_gives_the_whole_models_scores(two_ranks: Runs, alone: Alone) -> None:
+    """In float32, where no rank ever holds all weights (a float64 model is loaded whole and cut then)."""
+    configs, found = two_ranks
+    editor, scores = alone(configs["float32"])
+    state = load_editor(found["float32"].checkpoint).state_dict()
+    assert_close(dict(state), dict(editor.state_dict()), rtol=1e-3, atol=1e-4)
+    assert found["float32"].scores["max_shift_ratio"] == pytest.approx(scores["max_shift_ratio"], rel=1e-3)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(
+    models: Path, tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_platform_config("gpt2", models, training={"checkpoint_every": 1})
+    monkeypatch.setattr("malmen.platform.train.train_loop", overflowing_loop(step=2))
+    with pytest.raises(EditError, match=r"step 2: the meta loss is nan; .*transformer\.h\.2.*; the records were r\d+"):
+        train(config, tmp_path / "run")
+    assert load_editor(tmp_path / "run").steps_done == 2
+    monkeypatch.undo()
     assert_equal_runs(train(config, tmp_path / "run"), alone(config))
 
 
-@pytest.mark.deepspeed
-def test_the_cache_of_later_epochs_changes_nothing(models: Path, tmp_path: Path, alone: Alone) -> None:
-    """Four epochs of two steps. Ranks find different facts in their caches and still run the same forwards."""
-    training = {"num_edits": 19, "steps": 8, "checkpoint_every": 5}
-    roles = {"lm_workers": 2, "hypernet_actors": 1}
-    config = make_platform_config("gpt2", models, cluster=roles, training=training, lm={"sharding": "zero3"})
-    found = train(config, tmp_path / "run")
-    assert max(row.get("cache_mb", 0) for row in found.history) > 0
-    without = config.model_copy(update={"batch": config.batch.model_copy(update={"cache_mb": 0})})
-    assert_equal_runs(found, alone(without))
+def test_a_hang_is_reported_with_who_waits_for_whom(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An actor that never comes back from a solve, and a rank that waits for it: the driver says both."""
+    monkeypatch.setattr("malmen.platform.hypernet_group.HypernetActor", hanging_actor())
+    config = make_platform_config("gpt2", models, cluster={"stall_seconds": 3})
+    layers = find_layers(load_skeleton(config.model)[0], "last:1")
+    board = ray.remote(Board).options(num_cpus=0).remote()
+    group = HypernetGroup.start(config, layers, str(tmp_path), resources={"num_cpus": 0.1}, threads=1)
+    answers: list[str] = []
 
+    def wait_for_shifts() -> None:
+        board.note.remote("LM rank 0", "waiting for the shifts of step 0")
+        with pytest.raises(EditError) as stop:
+            group.finish([group.actors[0].hang.remote()])
+        answers.append(str(stop.value))
 
-@pytest.mark.deepspeed
-def test_a_model_loaded_in_parts_gives_the_whole_models_scores(models: Path, tmp_path: Path, alone: Alone) -> None:
-    """In float32, where no rank ever holds all weights (a float64 model is loaded whole and cut then)."""
-    roles = {"lm_workers": 2, "hypernet_actors": 1}
-    model = {"dtype": "float32"}
-    config = make_platform_config("gpt2", models, cluster=roles, model=model, lm={"sharding": "zero3"})
-    found = train(config, tmp_path / "run")
-    editor, scores = alone(config)
-    assert_close(dict(load_editor(found.checkpoint).state_dict()), dict(editor.state_dict()), rtol=1e-3, atol=1e-4)
-    assert found.scores["max_shift_ratio"] == pytest.approx(scores["max_shift_ratio"], rel=1e-3)
+    rank = threading.Thread(target=wait_for_shifts)
+    try:
+        group.heal(lambda: None)
+        rank.start()
+        with pytest.raises(EditError, match=r"nothing happened for .*=2; who does what: LM rank 0: waiting for the sh"):
+            list(_follow(board, group, rank, stall_seconds=2))
+        rank.join(60)
+    finally:
+        for actor in (*group.actors, board):
+            ray.kill(actor)
+    assert answers[0].startswith("no answer within cluster.stall_seconds=3: hypernet actor 0: hanging for ")

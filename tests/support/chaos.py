@@ -1,9 +1,11 @@
-"""Killing parts of a run at a chosen moment, as a machine would: SIGKILL, without a goodbye."""
+"""What can go wrong in a run, made to happen at a chosen moment: SIGKILL, without a goodbye; a hang; an overflow."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,34 @@ def dying_loop(deaths: Mapping[int, str], marks: Path) -> Callable[[Mapping[str,
                 return super().meta_backward(*args)
 
         train_loop.LMWorker = DyingWorker  # type: ignore[misc]
+        train_loop.train_loop(settings)
+
+    return loop
+
+
+def hanging_actor() -> type[HypernetActor]:
+    """HypernetActor that can be asked to hang, as one does whose peer is lost."""
+
+    def hang(self: HypernetActor) -> None:
+        with self._note("hanging"):
+            threading.Event().wait(60)
+
+    return type("HypernetActor", (HypernetActor,), {"hang": hang})
+
+
+def overflowing_loop(step: int) -> Callable[[Mapping[str, Any]], None]:
+    """The ranks' loop, in which the shifts of one step are infinite."""
+
+    def loop(settings: Mapping[str, Any]) -> None:
+        from malmen.platform import train_loop
+        from malmen.platform.lm_worker import LMWorker
+
+        class OverflowingWorker(LMWorker):
+            def meta_backward(self, at: int, batch: Any, shifts: Mapping[str, Any]) -> Any:
+                factor = math.inf if at == step else 1.0
+                return super().meta_backward(at, batch, {name: shift * factor for name, shift in shifts.items()})
+
+        train_loop.LMWorker = OverflowingWorker  # type: ignore[misc]
         train_loop.train_loop(settings)
 
     return loop

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import ray
 from model_folders import write_model, write_records
+from ray.train import RunConfig, ScalingConfig, get_context
+from ray.train.torch import TorchConfig, TorchTrainer
 
+from malmen.checkpoint import latest_checkpoint, read_state
 from malmen.config import Config
+from malmen.layers import find_layers
+from malmen.lm import load_skeleton
+from malmen.platform.board import Board
+from malmen.platform.hypernet_group import HypernetGroup
+from malmen.platform.lm_worker import LMWorker
+from malmen.platform.train import TrainedEditor
+from malmen.platform.train_loop import LoopSettings, Rank
 
 
 def make_platform_config(kind: str, folder: Path, **changes: dict[str, Any]) -> Config:
@@ -28,3 +40,45 @@ def make_platform_config(kind: str, folder: Path, **changes: dict[str, Any]) -> 
     for section, values in changes.items():
         settings[section] = {**settings.get(section, {}), **values}
     return Config.model_validate(settings)
+
+
+def train_in_turn(configs: Mapping[str, Config], out: Path) -> dict[str, TrainedEditor]:
+    """What `train` does, for several configs one after the other on the same Ray Train workers, whose start takes most
+    of such a run's time. All configs must want as many LM workers."""
+    board = ray.remote(Board).options(num_cpus=0).remote()
+    groups, loops = {}, []
+    try:
+        for name, config in configs.items():
+            layers = find_layers(load_skeleton(config.model)[0], config.editor.layers, config.editor.ffn)
+            group = HypernetGroup.start(config, layers, str(out / name), resources={"num_cpus": 0.1}, threads=1)
+            groups[name] = group
+            loops.append(LoopSettings(config, group, board, str(out / name), 1, bool(config.cluster.overlap)))
+        (workers,) = {config.cluster.lm_workers for config in configs.values()}
+        TorchTrainer(
+            _loops,
+            train_loop_config={"loops": ray.put(loops)},
+            scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 0.5}),
+            torch_config=TorchConfig(backend="gloo", timeout_s=120),
+            run_config=RunConfig(name="in-turn", storage_path=str(out / ".ray_train")),
+        ).fit()
+        rows = ray.get(board.take.remote(), timeout=60)
+    finally:
+        for actor in (board, *(actor for group in groups.values() for actor in group.actors)):
+            ray.kill(actor)
+    found = {}
+    for name in configs:
+        checkpoint = latest_checkpoint(out / name)
+        state = read_state(checkpoint)
+        end = rows.index({"kind": "end"})
+        found[name] = TrainedEditor(out / name, checkpoint, state["step"], state["scores"], 0.0, rows[:end])
+        del rows[: end + 1]
+    return found
+
+
+def _loops(settings: Mapping[str, Any]) -> None:
+    """What `train_loop` does, for each of the runs."""
+    rank, size = get_context().get_world_rank(), get_context().get_world_size()
+    for loop in ray.get(settings["loops"], timeout=60):
+        Rank(loop, LMWorker(loop.config, rank, size, lambda _doing: None)).run()
+        if rank == 0:
+            loop.board.record.remote({"kind": "end"})
