@@ -20,28 +20,14 @@ from malmen.config import Config
 from malmen.data.records import Fact
 from malmen.errors import EditError
 from malmen.hypernet import HyperNetwork, Statistics
+from malmen.hypernet_rows import HypernetRows, run_in_batches
 from malmen.layers import LayerSpec
 from malmen.least_squares import NormalEquation, Pullback
 from malmen.shards import Alone, Shards, SolvedShard
-from malmen.trace import LayerTrace, Traces, trace
+from malmen.trace import Traces, trace
 
 if TYPE_CHECKING:  # a process that only holds an editor does not wait for transformers
     from malmen.lm import LanguageModel
-
-
-@dataclass
-class HypernetRows:
-    """The hyper-network's output for some consecutive tokens of one layer."""
-
-    layer: str
-    rows: slice
-    pseudo_keys: Tensor  # ũ (rows, key)
-    scaled_grads: Tensor  # −η ∇̃_v L (rows, value)
-    keys: Tensor  # u (rows, key)
-
-    def value_diffs(self) -> Tensor:
-        """d_j = S_j u_j = −η (ũ_jᵀu_j) ∇̃_v L (rows, value); S_j itself is never formed."""
-        return (self.pseudo_keys * self.keys).sum(-1, keepdim=True) * self.scaled_grads
 
 
 @dataclass
@@ -251,24 +237,8 @@ class Editor(nn.Module):
 
     def _run(self, shape: str, traces: Traces, *, grad: bool) -> Iterator[list[HypernetRows]]:
         """The network over all tokens of its layers, batch by batch."""
-        net, members = self._net(shape), self.groups[shape]
-        counts = [len(traces[layer.name].keys) if layer.name in traces else 0 for layer in members]
-        for cut in _cut(counts, self.config.batch.hypernet_rows):
-            parts = [LayerTrace(*(part[rows] for part in traces[members[index].name])) for index, rows in cut]
-            keys = torch.cat([part.keys for part in parts]).to(net.log_edit_lr)
-            value_grads = torch.cat([part.value_grads for part in parts])
-            layers = torch.cat(
-                [torch.full((len(part.keys),), index) for (index, _), part in zip(cut, parts, strict=True)]
-            )
-            with torch.set_grad_enabled(grad):
-                pseudo_keys, scaled_grads = net(layers.to(keys.device), keys, value_grads)
-            sizes = [len(part.keys) for part in parts]
-            yield [
-                HypernetRows(members[index].name, rows, *outputs)
-                for (index, rows), *outputs in zip(
-                    cut, pseudo_keys.split(sizes), scaled_grads.split(sizes), keys.split(sizes), strict=True
-                )
-            ]
+        names = [layer.name for layer in self.groups[shape]]
+        return run_in_batches(self._net(shape), names, traces, self.config.batch.hypernet_rows, grad=grad)
 
     def _solve_rows(self, traces: Traces, kept: dict[str, list[HypernetRows]] | None) -> Iterator[HypernetRows]:
         """All rows without a graph, except that a network whose rows fit one batch leaves them in `kept`."""
@@ -351,23 +321,6 @@ def seeded_editor(layers: Sequence[LayerSpec], config: Config) -> Editor:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         return Editor(layers, config)
-
-
-def _cut(counts: Sequence[int], rows_at_once: int) -> list[list[tuple[int, slice]]]:
-    """Cut members of these sizes, laid end to end, into batches of (member, rows)."""
-    batches: list[list[tuple[int, slice]]] = []
-    room = 0
-    for member, count in enumerate(counts):
-        start = 0
-        while start < count:
-            if room == 0:
-                batches.append([])
-                room = rows_at_once
-            stop = min(count, start + room)
-            batches[-1].append((member, slice(start, stop)))
-            room -= stop - start
-            start = stop
-    return batches
 
 
 def _check_finite(shifts: Mapping[str, Tensor]) -> None:

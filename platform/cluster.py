@@ -57,7 +57,7 @@ def _start_local(config: ClusterConfig) -> None:
     needed = config.lm_workers * config.lm_cpus + config.hypernet_actors * config.hypernet_cpus
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's coming default; it warns without
-    if config.overlap:  # a new cluster's processes inherit it; in a runtime_env it would keep them from being prestarted
+    if config.overlap:  # a new cluster's processes inherit it; given as a runtime_env it would forbid prestarted ones
         os.environ.update(_SHARED_CORES)
     try:
         ray.init(
@@ -108,7 +108,7 @@ def size_roles(config: ClusterConfig, *, own: bool) -> Roles:
     if hypernet_gpus is None:
         hypernet_gpus = 1.0 if gpus - lm_gpus * config.lm_workers >= config.hypernet_actors else 0.0
     cores = os.cpu_count() or 1
-    shared_cores = own and not lm_gpus  # then working at the same time gains nothing, and threads get into each other's way
+    shared_cores = own and not lm_gpus  # working at the same time then gains nothing, and threads wait for each other
     return Roles(
         _resources(config.lm_cpus, lm_gpus, config.lm_resources),
         _resources(config.hypernet_cpus, hypernet_gpus, config.hypernet_resources),

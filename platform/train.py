@@ -114,9 +114,7 @@ def _run(
     group = HypernetGroup.start(
         config, layers, run, resources=actor_options(roles.hypernet), threads=roles.hypernet_threads
     )
-    loop = LoopSettings(
-        config, group, board, run, roles.lm_threads, roles.overlap, {"mlflow_run": tracker.run_id}
-    )
+    loop = LoopSettings(config, group, board, run, roles.lm_threads, roles.overlap, {"mlflow_run": tracker.run_id})
     try:
         with _fitting(_trainer(config, roles, run, loop)) as fit:
             for row in _follow(board, group, fit, config.cluster.stall_seconds):

@@ -44,7 +44,7 @@ def make_platform_config(kind: str, folder: Path, **changes: dict[str, Any]) -> 
 
 def train_in_turn(configs: Mapping[str, Config], out: Path) -> dict[str, TrainedEditor]:
     """What `train` does, for several configs one after the other on the same Ray Train workers, whose start takes most
-    of such a run's time. All configs must want as many LM workers."""
+    of such a run's time; a single rank runs in this process. All configs must want as many LM workers."""
     board = ray.remote(Board).options(num_cpus=0).remote()
     groups, loops = {}, []
     try:
@@ -54,13 +54,16 @@ def train_in_turn(configs: Mapping[str, Config], out: Path) -> dict[str, Trained
             groups[name] = group
             loops.append(LoopSettings(config, group, board, str(out / name), 1, bool(config.cluster.overlap)))
         (workers,) = {config.cluster.lm_workers for config in configs.values()}
-        TorchTrainer(
-            _loops,
-            train_loop_config={"loops": ray.put(loops)},
-            scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 0.5}),
-            torch_config=TorchConfig(backend="gloo", timeout_s=120),
-            run_config=RunConfig(name="in-turn", storage_path=str(out / ".ray_train")),
-        ).fit()
+        if workers == 1:
+            _run_loops(loops, 0, 1)
+        else:
+            TorchTrainer(
+                _ranks,
+                train_loop_config={"loops": ray.put(loops)},
+                scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 0.5}),
+                torch_config=TorchConfig(backend="gloo", timeout_s=120),
+                run_config=RunConfig(name="in-turn", storage_path=str(out / ".ray_train")),
+            ).fit()
         rows = ray.get(board.take.remote(), timeout=60)
     finally:
         for actor in (board, *(actor for group in groups.values() for actor in group.actors)):
@@ -75,10 +78,14 @@ def train_in_turn(configs: Mapping[str, Config], out: Path) -> dict[str, Trained
     return found
 
 
-def _loops(settings: Mapping[str, Any]) -> None:
+def _ranks(settings: Mapping[str, Any]) -> None:
+    loops = ray.get(settings["loops"], timeout=60)
+    _run_loops(loops, get_context().get_world_rank(), get_context().get_world_size())
+
+
+def _run_loops(loops: list[LoopSettings], rank: int, size: int) -> None:
     """What `train_loop` does, for each of the runs."""
-    rank, size = get_context().get_world_rank(), get_context().get_world_size()
-    for loop in ray.get(settings["loops"], timeout=60):
+    for loop in loops:
         Rank(loop, LMWorker(loop.config, rank, size, lambda _doing: None)).run()
         if rank == 0:
-            loop.board.record.remote({"kind": "end"})
+            ray.get(loop.board.record.remote({"kind": "end"}), timeout=60)
