@@ -63,6 +63,7 @@ def _practise(editor: Editor) -> None:
     editor.steps_done += 1
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_the_config_and_edits_like_the_run_did(lm: LanguageModel, tmp_path: Path) -> None:
     run = train(make_config(), tmp_path, lm=lm)
     loaded = Editor.from_pretrained(tmp_path, lm)

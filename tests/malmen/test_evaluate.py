@@ -24,6 +24,7 @@ def _shifts(lm: LanguageModel, scale: float) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.slow
 def test_an_evaluation_reports_every_score_before_and_after(lm: LanguageModel) -> None:
     config = make_config()
     evaluation = evaluate_editor(lm, make_editor(lm, config), world_records("validation"), config, edits=7)
@@ -37,6 +38,7 @@ def test_an_evaluation_reports_every_score_before_and_after(lm: LanguageModel) -
     assert len(evaluation.facts) == 7 + 21 + len(unrelated)
 
 
+@pytest.mark.slow
 def test_an_edit_that_changes_nothing_scores_after_as_before(lm: LanguageModel) -> None:
     evaluation = evaluate(lm, world_records("validation")[:3], _shifts(lm, 0.0), make_config())
     assert evaluation.after == evaluation.before
@@ -45,6 +47,7 @@ def test_an_edit_that_changes_nothing_scores_after_as_before(lm: LanguageModel) 
     assert all((fact.before, fact.right_before) == (fact.after, fact.right_after) for fact in evaluation.facts)
 
 
+@pytest.mark.slow
 def test_success_is_the_share_of_answer_tokens_and_of_whole_answers_that_are_the_most_probable(
     lm: LanguageModel,
 ) -> None:

@@ -52,6 +52,7 @@ def up_to_the_end(lm: LanguageModel, ids: list[int]) -> list[int]:
     return ids[: ids.index(end) + 1] if end in ids else ids
 
 
+@pytest.mark.slow
 def test_generation_is_the_most_probable_token_step_by_step(speaker: LanguageModel) -> None:
     encoder = fact_encoder(speaker, DataConfig())
     lengths = {len(encoder.prompt_ids(prompt)) for prompt in PROMPTS}
@@ -62,6 +63,7 @@ def test_generation_is_the_most_probable_token_step_by_step(speaker: LanguageMod
             assert up_to_the_end(speaker, ids) == by_hand(speaker, encoder.prompt_ids(prompt), 7)
 
 
+@pytest.mark.slow
 def test_prompts_together_are_answered_like_each_by_itself(speaker: LanguageModel) -> None:
     together = ask(speaker, PROMPTS, 7)
     assert together == [answer for prompt in PROMPTS for answer in ask(speaker, prompt, 7)]
@@ -69,6 +71,7 @@ def test_prompts_together_are_answered_like_each_by_itself(speaker: LanguageMode
     assert ask(speaker, [], 7) == []
 
 
+@pytest.mark.slow
 def test_an_edit_is_heard_in_what_is_generated(speaker: LanguageModel) -> None:
     torch.manual_seed(2)
     shifts = {
@@ -84,6 +87,7 @@ def test_an_edit_is_heard_in_what_is_generated(speaker: LanguageModel) -> None:
     assert generate_ids(speaker, encoder, PROMPTS, 7) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -25,6 +25,7 @@ def _first_gradient(setup: Setup) -> dict[str, Tensor]:
     return {name: 10 * state[value]["exp_avg"] for name, value in setup.editor.named_parameters()}
 
 
+@pytest.mark.slow
 def test_twenty_steps_lower_the_meta_loss_and_leave_the_model_alone(kind: str) -> None:
     setup = make_setup(kind, training={"meta_lr": 0.02})
     batch, before = _batch(setup), digest(setup.lm)
@@ -35,6 +36,7 @@ def test_twenty_steps_lower_the_meta_loss_and_leave_the_model_alone(kind: str) -
     assert all(parameter.grad is None for parameter in setup.lm.model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("budget", [1, 10_000])
 def test_the_losses_reported_are_those_of_the_edited_model_before_the_step(kind: str, budget: int) -> None:

@@ -78,6 +78,7 @@ class _Cut:
         return make_batches(facts, self.budget, self.lm.pad_id)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("rule", ["last:2", "all"])
 @pytest.mark.parametrize("name", MODELS)
@@ -104,6 +105,7 @@ def test_losses_and_gradients_from_the_cache_equal_those_without(name: str, rule
         assert cache.hits == 2 * len(facts)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("tokens", ["answer", "all"])
 @pytest.mark.parametrize("name", MODELS)

@@ -30,7 +30,7 @@ def _assert_equal(found: Traces, expected: Traces) -> None:
         assert_close(found[name].value_grads, value_grads, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("budget", [1, 17, 40, 10_000])
+@pytest.mark.parametrize("budget", [1, 17, 10_000])
 @pytest.mark.parametrize("tokens", ["answer", "all"])
 def test_keys_and_value_gradients_are_those_of_each_fact_by_itself_in_the_order_of_facts(
     kind: str, tokens: str, budget: int

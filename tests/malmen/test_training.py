@@ -34,6 +34,7 @@ def whole(lm: LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> Traini
     return train(make_config(), tmp_path_factory.mktemp("whole"), lm=lm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed_at", [1, 4, 5])
 def test_a_killed_and_resumed_run_ends_in_the_same_editor(
     lm: LanguageModel, whole: TrainingRun, tmp_path: Path, killed_at: int
@@ -49,6 +50,7 @@ def test_a_killed_and_resumed_run_ends_in_the_same_editor(
         assert torch.equal(resumed.editor.state_dict()[name], value), name
 
 
+@pytest.mark.slow
 def test_resuming_a_finished_run_changes_nothing(lm: LanguageModel, tmp_path: Path) -> None:
     run = train(make_config(steps=1), tmp_path, lm=lm)
     again = train(make_config(steps=1), tmp_path, lm=lm, resume=True)
@@ -57,6 +59,7 @@ def test_resuming_a_finished_run_changes_nothing(lm: LanguageModel, tmp_path: Pa
         assert torch.equal(again.editor.state_dict()[name], value), name
 
 
+@pytest.mark.slow
 def test_a_run_is_determined_by_its_seed(lm: LanguageModel, tmp_path: Path) -> None:
     one, two = (train(make_config(steps=2), tmp_path / name, lm=lm) for name in ("one", "two"))
     other = train(make_config(steps=2).model_copy(update={"seed": 1}), tmp_path / "other", lm=lm)
@@ -79,6 +82,7 @@ def test_a_run_is_not_overwritten(lm: LanguageModel, tmp_path: Path) -> None:
         train(make_config(steps=1), tmp_path, lm=lm)
 
 
+@pytest.mark.slow
 def test_several_sets_of_edits_are_disjoint_and_each_is_laid_over_the_unedited_model(lm: LanguageModel) -> None:
     config, records = make_config(), world_records("validation")
     editor = make_editor(lm, config)

@@ -40,6 +40,7 @@ def test_a_table_of_facts_prints_texts_literally(text: str, generated: bool) -> 
     assert "✓" in printed
 
 
+@pytest.mark.slow
 def test_generated_answers_are_printed_literally(malmen: Run, tmp_path: Path) -> None:
     lm = load_lm("builtin")
     manifest = {
@@ -54,6 +55,7 @@ def test_generated_answers_are_printed_literally(malmen: Run, tmp_path: Path) ->
         assert text in out
 
 
+@pytest.mark.slow
 def test_edited_facts_are_printed_literally(malmen: Run, trained: Path, tmp_path: Path) -> None:
     file = tmp_path / "facts.jsonl"
     file.write_text("".join(json.dumps({"prompt": text, "answer": "[/b]"}) + "\n" for text in MARKUP))
@@ -63,6 +65,7 @@ def test_edited_facts_are_printed_literally(malmen: Run, trained: Path, tmp_path
         assert text in out
 
 
+@pytest.mark.slow
 def test_a_folder_whose_name_looks_like_markup_is_named_literally(malmen: Run, trained: Path, facts: Path) -> None:
     folder = facts.parent / "[/b] edit"
     code, _, err = malmen("edit", "--editor", trained, "--facts", facts, "--out", folder, "--no-generate")

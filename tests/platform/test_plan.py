@@ -18,6 +18,8 @@ from malmen.platform.plan_lm import plan_lm
 from malmen.platform.plan_memory import GB, MB
 from malmen.platform.shapes import KNOWN, find_skeleton, known_shape
 
+pytestmark = pytest.mark.slow  # each plan rehearses a step
+
 CONFIGS = Path(__file__).parents[2] / "platform" / "configs"
 Run = Callable[..., tuple[int, str, str]]
 

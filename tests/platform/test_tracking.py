@@ -18,6 +18,8 @@ from malmen.config import Config, TrackingConfig
 from malmen.errors import EditError
 from malmen.platform.tracking import Tracker, tracking_uri
 
+pytestmark = pytest.mark.slow  # MLflow makes its tables
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -12,6 +12,7 @@ from malmen.facts import fact_encoder
 from malmen.lm import load_lm
 
 
+@pytest.mark.slow
 def test_the_shipped_model_knows_the_facts_it_claims_to_know() -> None:
     manifest = check_world_model()
     assert float(str(manifest["accuracy"])) >= 0.99
