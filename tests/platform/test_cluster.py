@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from small_runs import SMALL
 from malmen.config import ClusterConfig
 from malmen.errors import EditError, UsageError
 from malmen.platform.cluster import _check_answers, check_room, describe_resources, size_roles
+
+Run = Callable[..., tuple[int, str, str]]
 
 
 def _train(folder: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -42,10 +45,10 @@ def test_a_wrong_address_on_the_command_line_is_one_message(tmp_path: Path) -> N
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
-def test_a_relative_folder_in_a_ray_job_is_wrong_usage(tmp_path: Path) -> None:
-    found = _train(tmp_path, "--out", "run", RAY_JOB_CONFIG_JSON_ENV_VAR="{}")
-    assert (found.returncode, "give a whole path" in found.stderr) == (2, True), found.stderr
+def test_a_relative_folder_in_a_ray_job_is_wrong_usage(malmen: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    code, _, err = malmen("train", "builtin", *SMALL, "--out", "run")
+    assert (code, "give a whole path" in err) == (2, True), err
 
 
 @pytest.mark.slow
@@ -74,6 +77,24 @@ def test_a_cluster_with_room_is_left_as_it_was() -> None:
     assert (roles.lm, roles.hypernet) == ({"CPU": 1.0}, {"CPU": 1.0})
     check_room(config, roles)
     check_room(config, roles)  # a leak would leave no room for the second
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize(
+    ("wanted", "own", "gpus", "overlap"),
+    [
+        (None, True, 0, False),
+        (None, True, 1, True),
+        (None, False, 0, True),
+        (True, True, 0, True),
+        (False, False, 1, False),
+    ],
+)
+def test_roles_overlap_unless_they_share_one_machines_cores(
+    wanted: bool | None, own: bool, gpus: float, overlap: bool
+) -> None:
+    assert size_roles(ClusterConfig(overlap=wanted, lm_gpus=gpus), own=own).overlap is overlap
 
 
 def test_resources_are_shown_without_rays_own() -> None:
