@@ -68,7 +68,7 @@ class Moment:
 
 def lm_role(config: Config, planned: PlannedLM, facts: StepFacts, found: RehearsedLM, device: str) -> Role:
     """An LM worker at its peak: in the meta loss, or tracing ahead with traces and shifts of this step still there."""
-    workers, overlap = config.cluster.lm_workers, config.cluster.overlap
+    workers, overlap = config.cluster.lm_workers, bool(config.cluster.overlap)
     role = Role("LM worker", workers, device)
     sharded = config.lm.sharding == "zero3"
     _base(role, more=_DEEPSPEED if sharded else 0)
@@ -115,7 +115,9 @@ def hypernet_role(config: Config, found: RehearsedHypernet, device: str) -> Role
         role.add(name, size)
     role.add(f"activations of {config.batch.hypernet_rows} rows, temporaries", found.peak - sum(held.values()))
     if device == "cpu":
-        role.add("pages of Ray's object store", (1 + config.cluster.overlap) * found.features + 2 * found.shift_grads)
+        role.add(
+            "pages of Ray's object store", (1 + bool(config.cluster.overlap)) * found.features + 2 * found.shift_grads
+        )
     _allocator(role, found.small_peak, found.peak)
     return role
 
