@@ -88,7 +88,10 @@ class BatchConfig(Section):
     token_budget: int = Field(default=4096, gt=0, description="padded tokens per LM micro-batch")
     hypernet_rows: int = Field(default=4096, gt=0, description="tokens per hyper-network batch")
     cache_mb: int = Field(
-        default=1024, ge=0, description="memory an LM process may keep for what later epochs need again; 0: none"
+        default=1024, ge=0, description="what may be kept of the LM's work that later epochs need again; 0: nothing"
+    )
+    cache_dir: str | None = Field(
+        default=None, description="keep it in this folder, for other runs too; default: in each LM process's memory"
     )
 
 

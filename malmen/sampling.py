@@ -7,6 +7,9 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
 
 from malmen.cache import FactCache
 from malmen.config import Config
@@ -17,6 +20,8 @@ from malmen.data.world import world_records
 from malmen.data.world_model import WORLD_MODEL
 from malmen.errors import EditError
 from malmen.meta import MetaBatch
+
+ROLES = ("edits", "equivalents", "unrelated")
 
 
 def training_records(config: Config) -> Callable[[int], list[EditRecord]]:
@@ -86,17 +91,25 @@ class Sampler:
             )
 
     def recurring(self) -> tuple[str, ...]:
-        """The roles whose facts come again within the run, so that a cache of them is of use."""
+        """The roles whose facts come again, in this run or another, so that a cache of them is of use."""
+        if self.config.batch.cache_dir is not None:
+            return ROLES
         if self.config.training.steps <= self.steps_per_epoch:
             return ()
         if self.config.data.train == "builtin":  # every epoch contradicts it with new answers
             return ("unrelated",)
-        return ("edits", "equivalents", "unrelated")
+        return ROLES
 
-    def caches(self) -> dict[str, FactCache]:
-        """One cache for all roles that have a use for it, with the config's budget."""
-        cache = FactCache(self.config.batch.cache_mb * 2**20)
-        return dict.fromkeys(self.recurring(), cache) if self.config.batch.cache_mb else {}
+    def caches(self, base_model: str, dtype: torch.dtype) -> dict[str, FactCache]:
+        """One cache for all roles that have a use for it, with the config's budget. Fingerprint and type of the LM tell
+        whose work it is, where several share a folder."""
+        batch = self.config.batch
+        roles = self.recurring() if batch.cache_mb else ()
+        if not roles:
+            return {}
+        name = f"{base_model}-{str(dtype).removeprefix('torch.')}"
+        folder = Path(batch.cache_dir) / name if batch.cache_dir is not None else None
+        return dict.fromkeys(roles, FactCache(batch.cache_mb * 2**20, folder))
 
     def check_lengths(self) -> None:
         """Fail before the first step, not at the one that draws a fact that is too long."""

@@ -39,7 +39,7 @@ def trace_facts(
     known, fresh = cache.split(kinds, facts)
     traced = trace(lm, layers, cut([fact for _, fact in fresh]), tokens)
     rows: dict[int, dict[str, Tensor]] = {
-        place: {kind: cache.get(kind, fact) for kind in kinds} for place, fact in known
+        place: {kind: cache.get(kind, fact).to(lm.device) for kind in kinds} for place, fact in known
     }
     for layer in layers:
         counts = [fact.num_traced(layer.stack, tokens) for _, fact in fresh]

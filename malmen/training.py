@@ -58,7 +58,7 @@ def train(
     run = TrainingRun(folder, lm, editor, opened.history)
     opened.begin()
     scores: dict[str, Any] = {}
-    caches = sampler.caches()
+    caches = sampler.caches(fingerprint, lm.dtype)
     while editor.steps_done < config.training.steps:
         report = meta_step(lm, editor, sampler.batch(editor.steps_done), caches)
         step = editor.steps_done

@@ -41,9 +41,9 @@ class LMWorker:
         self.encoder = fact_encoder(self.lm, config.data)
         self.sampler = Sampler(config, self.encoder, training_records(config))
         self.sampler.check_lengths()
-        self.caches = self.sampler.caches()
         self.spare = self.sampler.batch(0).edits[0]
         self.fingerprint = self.lm.fingerprint()
+        self.caches = self.sampler.caches(self.fingerprint, self.lm.dtype)
         self.under_way: Any = None  # what meta_step.py has begun
 
     @property

@@ -89,6 +89,8 @@ def plan_lm(config: Config, dtype: torch.dtype) -> PlannedLM:
 
 def cache_bytes(config: Config, planned: PlannedLM, facts: StepFacts) -> int:
     """What the cache will hold of the facts that recur: all that there is of them, up to its budget."""
+    if config.batch.cache_dir is not None:  # on disk
+        return 0
     lm, needed = planned.lm, 0.0
     hidden = int(cast(Any, lm.model).config.hidden_size) * lm.dtype.itemsize
     states = {"equivalents": 1, "unrelated": 2} if lm.kind != "encoder-decoder" else {}

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from small_runs import make_config
+from torch.testing import assert_close
 
+from malmen.config import ModelConfig
 from malmen.data.world import world_records
 from malmen.errors import EditError
-from malmen.lm import LanguageModel
+from malmen.lm import LanguageModel, load_lm
 from malmen.training import TrainingRun, evaluate_editor, evaluate_sets, make_editor, train
 
 
@@ -97,3 +99,25 @@ def test_more_held_out_edits_than_records_is_refused_before_the_first_step(lm: L
     with pytest.raises(EditError, match=r"800 held-out edits .* only 768 different records"):
         train(make_config(eval_edits=800), tmp_path / "run", lm=lm)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_finds_the_lms_work_in_a_folder_ends_where_it_would_without(tmp_path: Path) -> None:
+    """The first run fills the folder; one with another coefficient adds nothing to it, and equals one without."""
+    lm_config, cache = ModelConfig(dtype="float64"), tmp_path / "cache"
+    lm = load_lm(lm_config)
+
+    def run(name: str, coef: float, cache_dir: str | None) -> TrainingRun:
+        plain = make_config(locality_coef=coef)
+        batch = plain.batch.model_copy(update={"cache_dir": cache_dir})
+        return train(plain.model_copy(update={"model": lm_config, "batch": batch}), tmp_path / name, lm=lm)
+
+    def size() -> int:
+        return sum(file.stat().st_size for file in cache.rglob("*.bin"))
+
+    run("first", 1.0, str(cache))
+    filled = size()
+    found, expected = run("second", 0.3, str(cache)), run("without", 0.3, None)
+    assert 0 < filled == size()
+    # 1e-12 is 1e-9 of an Adam step of 1e-3, by which rounding grows where a gradient is near zero.
+    assert_close(dict(found.editor.state_dict()), dict(expected.editor.state_dict()), rtol=1e-9, atol=1e-12)
