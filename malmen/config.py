@@ -36,7 +36,9 @@ class ModelConfig(Section):
 class EditorConfig(Section):
     """The hyper-network and the way its wishes are merged."""
 
-    layers: str | list[str] = Field(default="last:6", description="`last:K`, `first:K`, `all`, or module names")
+    layers: str | list[str] = Field(
+        default="last:6", description="`last:K`, `first:K`, … (docs/models.md), or module names"
+    )
     ffn: Literal["first", "second"] = Field(default="second", description="which linear of the FFN a rule means")
     tokens: Literal["answer", "all"] = Field(default="answer", description="whose keys and gradients are used")
     aggregation: Literal["least_squares", "sum"] = Field(default="least_squares", description="`sum` is MEND")

@@ -12,6 +12,7 @@ from torch import nn
 from malmen.errors import UsageError
 
 # How the names of FFN linears end, by family: GPT-2 · GPT-J · Llama and kin · T5 · BERT · GPT-NeoX · OPT
+RULES = "`last:K`, `first:K`, `middle:K`, `ends:K`, `every:K`, `all`"
 _FIRST_FC = (
     "mlp.c_fc", "mlp.fc_in", "mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj", "DenseReluDense.wi",
     "DenseReluDense.wi_0", "DenseReluDense.wi_1", "intermediate.dense", "mlp.dense_h_to_4h", "fc1", "mlp.fc1",
@@ -76,7 +77,7 @@ def layer_sizes(module: nn.Module) -> tuple[int, int]:
 
 
 def find_layers(model: nn.Module, layers: str | Sequence[str] = "last:6", ffn: str = "second") -> list[LayerSpec]:
-    """The layers that a rule (`last:6`, `first:2`, `all`) or a list of module names stands for.
+    """The layers that a rule (`last:6`, `every:2`, `all`, …) or a list of module names stands for.
 
     With a rule, `ffn` says which linear of the FFN is meant; in an encoder-decoder the rule counts
     in each stack by itself.
@@ -94,16 +95,23 @@ def find_layers(model: nn.Module, layers: str | Sequence[str] = "last:6", ffn: s
     return specs
 
 
-def _blocks_of_rule(rule: str, num_blocks: int, stack: str) -> range:
-    match = re.fullmatch(r"(last|first):(\d+)|all", rule)
+def _blocks_of_rule(rule: str, num_blocks: int, stack: str) -> Sequence[int]:
+    match = re.fullmatch(r"(last|first|middle|ends|every):(\d+)|all", rule)
     if match is None:
-        raise UsageError(f"unknown layer rule {rule!r}: expected `last:K`, `first:K`, `all` or a list of module names")
+        raise UsageError(f"unknown layer rule {rule!r}: expected {RULES} or a list of module names")
     if rule == "all":
         return range(num_blocks)
-    count = int(match[2])
-    if not 1 <= count <= num_blocks:
-        raise UsageError(f"layer rule {rule!r}: the {stack} has {num_blocks} blocks, so K must be 1 to {num_blocks}")
-    return range(num_blocks - count, num_blocks) if match[1] == "last" else range(count)
+    count, most = int(match[2]), num_blocks // 2 if match[1] == "ends" else num_blocks
+    if not 1 <= count <= most:
+        raise UsageError(f"layer rule {rule!r}: the {stack} has {num_blocks} blocks, so K must be 1 to {most}")
+    blocks, before = range(num_blocks), (num_blocks - count) // 2
+    return {
+        "last": blocks[num_blocks - count :],
+        "first": blocks[:count],
+        "middle": blocks[before : before + count],
+        "ends": [*blocks[:count], *blocks[num_blocks - count :]],
+        "every": blocks[::-count][::-1],
+    }[match[1]]
 
 
 def _ffn_names(block: nn.Module, ffn: str, block_name: str) -> list[str]:

@@ -5,7 +5,7 @@ from tiny_models import tiny_lm
 from torch import nn
 
 from malmen.errors import UsageError
-from malmen.layers import find_layers, find_stacks
+from malmen.layers import _blocks_of_rule, find_layers, find_stacks
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,30 @@ from malmen.layers import find_layers, find_stacks
 )
 def test_a_rule_finds_the_ffn_linears(name: str, rule: str, ffn: str, expected: list[str]) -> None:
     assert [layer.name for layer in find_layers(tiny_lm(name).model, rule, ffn)] == expected
+
+
+@pytest.mark.parametrize(
+    ("rule", "blocks", "expected"),
+    [
+        ("last:2", 7, [5, 6]),
+        ("first:3", 7, [0, 1, 2]),
+        ("middle:3", 7, [2, 3, 4]),
+        ("middle:2", 7, [2, 3]),
+        ("ends:2", 7, [0, 1, 5, 6]),
+        ("ends:3", 6, [0, 1, 2, 3, 4, 5]),
+        ("every:2", 7, [0, 2, 4, 6]),
+        ("every:2", 6, [1, 3, 5]),
+        ("every:4", 6, [1, 5]),
+        ("all", 3, [0, 1, 2]),
+    ],
+)
+def test_a_rule_means_these_blocks(rule: str, blocks: int, expected: list[int]) -> None:
+    assert list(_blocks_of_rule(rule, blocks, "decoder")) == expected
+
+
+def test_the_ends_must_not_meet() -> None:
+    with pytest.raises(UsageError, match="has 7 blocks, so K must be 1 to 3"):
+        _blocks_of_rule("ends:4", 7, "decoder")
 
 
 def test_sizes_and_places_are_read_by_type() -> None:
