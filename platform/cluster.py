@@ -57,6 +57,7 @@ def _start_local(config: ClusterConfig) -> None:
     needed = config.lm_workers * config.lm_cpus + config.hypernet_actors * config.hypernet_cpus
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's coming default; it warns without
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets everything else go first, and everybody waits
     if config.overlap:  # a new cluster's processes inherit it; given as a runtime_env it would forbid prestarted ones
         os.environ.update(_SHARED_CORES)
     try:
