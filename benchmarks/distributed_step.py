@@ -26,6 +26,8 @@ from meta_step import SHAPES, gemm_rate
 
 from malmen.config import Config
 
+WAYS = ("single", "distributed", "with_overlap")
+
 
 def write_model(name: str, folder: Path) -> Path:
     """A model folder with random weights; the built-in world's tokenizer has few tokens, which every shape holds."""
@@ -94,7 +96,7 @@ def _median_stages(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def in_a_process(way: str, config: Config) -> dict[str, Any]:
-    """One of the two above in a process of its own, so that neither's memory or threads are the other's."""
+    """One way in a process of its own, so that neither's memory or threads are the other's."""
     command = [sys.executable, __file__, "--way", way, "--config", config.model_dump_json()]
     found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return dict(json.loads(found.stdout.splitlines()[-1]))
@@ -113,7 +115,8 @@ def main() -> None:
     parser.add_argument("--lm-workers", type=int, default=1)
     parser.add_argument("--actors", type=int, default=1)
     parser.add_argument("--sharding", choices=("none", "zero3"), default="none")
-    parser.add_argument("--way", choices=("single", "distributed"), help=argparse.SUPPRESS)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--config", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.way:
@@ -122,21 +125,17 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(args.model, Path(folder) / args.model)
-        config, overlapping = make_config(args, model), make_config(args, model, overlap=True)
-        ways = {"single": config, "distributed": config, "distributed_with_overlap": overlapping}
-        rounds = [
-            {way: in_a_process(way.split("_")[0], chosen) for way, chosen in ways.items()} for _ in range(args.rounds)
-        ]
+        chosen = {way: make_config(args, model, overlap=way == "with_overlap") for way in args.ways}
+        rounds = [{way: in_a_process(way, config) for way, config in chosen.items()} for _ in range(args.rounds)]
     # A machine's speed varies from minute to minute, so the ways take turns and the best of each counts.
-    best = {way: min((one[way] for one in rounds), key=lambda found: found["seconds_per_step"]) for way in ways}
-    alone = best["single"]["seconds_per_step"]
+    best = {way: min((one[way] for one in rounds), key=lambda found: found["seconds_per_step"]) for way in chosen}
+    seconds = {way: found["seconds_per_step"] for way, found in best.items()}
     result = {
         **{key: value for key, value in vars(args).items() if key not in ("way", "config")},
         "gemm_gflops": round(gemm_rate() / 1e9, 1),
         **best,
-        "ratio": round(best["distributed"]["seconds_per_step"] / alone, 3),
-        "ratio_with_overlap": round(best["distributed_with_overlap"]["seconds_per_step"] / alone, 3),
-        "all_seconds_per_step": {way: [one[way]["seconds_per_step"] for one in rounds] for way in ways},
+        "ratio": {way: round(found / seconds["single"], 3) for way, found in seconds.items() if "single" in seconds},
+        "all_seconds_per_step": {way: [one[way]["seconds_per_step"] for one in rounds] for way in chosen},
     }
     print(json.dumps(result))
 
