@@ -21,6 +21,7 @@ import ray
 from ray.exceptions import RayError
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from malmen.checkpoint import read_state
 from malmen.config import Config
@@ -110,7 +111,9 @@ def _run(
     config: Config, layers: list[LayerSpec], roles: Roles, folder: RunFolder, tracker: Tracker, listener: Listener
 ) -> None:
     run = str(folder.store.location)
-    board = ray.remote(Board).options(num_cpus=0).remote()
+    # On the driver's own node, so that no other node's loss can take it away.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    board = ray.remote(Board).options(num_cpus=0, scheduling_strategy=here).remote()
     group = HypernetGroup.start(
         config, layers, run, resources=actor_options(roles.hypernet), threads=roles.hypernet_threads
     )
