@@ -185,7 +185,8 @@ def plot(rows: list[dict[str, Any]], limit: float, file: Path) -> None:
     for row in rows:
         if "ran_out" in row:
             axes.plot(row["edits"], limit, marker="x", color="black", markersize=10)
-            axes.annotate(f"{row['way']} ran out", (row["edits"], limit), ha="right", va="bottom")
+            text, where = f"{row['way']} ran out", (row["edits"], limit)
+            axes.annotate(text, where, (-10, 0), textcoords="offset points", ha="right", va="center")
     axes.set(xscale="log", xlabel="edits in one step", ylabel="peak memory of a process, GB", ylim=(0, None))
     ticks = sorted({row["edits"] for row in rows})
     axes.set_xticks(ticks, map(str, ticks))
