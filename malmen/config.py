@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -151,21 +151,25 @@ class Config(Section):
     tracking: TrackingConfig = TrackingConfig()
 
 
-def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
-    """A YAML file with `section.key=value` overrides on top."""
-    raw: Any = {}
-    if path is not None:
-        try:
-            raw = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        except OSError as error:
-            raise UsageError(f"cannot read the config {path}: {error.strerror}") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise UsageError(f"the config {path} is not YAML: {' '.join(str(error).split())}") from error
-        if not isinstance(raw, dict):
-            raise UsageError(f"the config {path} holds a {type(raw).__name__}; expected sections with keys")
-    for override in overrides:
-        _override(raw, override)
+def load_config(path: Path | None, overrides: Sequence[str] = (), settings: Mapping[str, Any] | None = None) -> Config:
+    """A YAML file, `settings` by name on top of it, and `section.key=value` overrides on top of both."""
+    raw = {} if path is None else read_yaml(path, "config")
+    for key, value in [*(settings or {}).items(), *map(read_override, overrides)]:
+        set_key(raw, full_key(key), value)
     return parse_config(raw, str(path) if path else "the overrides")
+
+
+def read_yaml(path: Path, what: str) -> dict[str, Any]:
+    """The keys of a YAML file."""
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise UsageError(f"cannot read the {what} {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"the {what} {path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(raw, dict):
+        raise UsageError(f"the {what} {path} holds a {type(raw).__name__}; expected sections with keys")
+    return raw
 
 
 def parse_config(raw: dict[str, Any], source: str) -> Config:
@@ -173,7 +177,7 @@ def parse_config(raw: dict[str, Any], source: str) -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        lines = [_explain(problem) for problem in error.errors()]
+        lines = [explain(problem, known_keys()) for problem in error.errors()]
         raise UsageError(f"{source}: " + "; ".join(lines)) from error
 
 
@@ -194,22 +198,28 @@ def describe_settings(model: type[BaseModel] = Config, prefix: str = "") -> list
     return rows
 
 
-def _override(raw: dict[str, Any], override: str) -> None:
+def read_override(override: str) -> tuple[str, Any]:
+    """`key=value` of a command line; the value is YAML."""
     name, equals, value = override.partition("=")
     if not equals:
         raise UsageError(f"cannot read the override {override!r}: expected `key=value`, e.g. training.steps=100")
-    path = _full_name(name).split(".")
-    for part in path[:-1]:
-        raw = raw.setdefault(part, {})
-        if not isinstance(raw, dict):
-            raise UsageError(f"cannot set {name!r}: {part!r} is not a section")
     try:
-        raw[path[-1]] = yaml.safe_load(value)
+        return name, yaml.safe_load(value)
     except yaml.YAMLError as error:
         raise UsageError(f"cannot read the value of {override!r}") from error
 
 
-def _full_name(name: str) -> str:
+def set_key(raw: dict[str, Any], key: str, value: Any) -> None:
+    """Set `section.key` in plain values."""
+    *sections, last = key.split(".")
+    for part in sections:
+        raw = raw.setdefault(part, {})
+        if not isinstance(raw, dict):
+            raise UsageError(f"cannot set {key!r}: {part!r} is not a section")
+    raw[last] = value
+
+
+def full_key(name: str) -> str:
     """`aggregation` is enough for `editor.aggregation` where only one section has such a key."""
     if "." in name or name in Config.model_fields:
         return name
@@ -217,9 +227,10 @@ def _full_name(name: str) -> str:
     return matches[0] if len(matches) == 1 else name
 
 
-def _explain(problem: Any) -> str:
+def explain(problem: Any, known: Sequence[str]) -> str:
+    """One of pydantic's complaints for the person who wrote the file; `known` are the keys there are."""
     name = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(name, known_keys(), n=3, cutoff=0.4) or known_keys()
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known
         return f"unknown key {name!r}; did you mean {' or '.join(near)}?"
     return f"{name}: {problem['msg']} (given {problem['input']!r})"

@@ -11,3 +11,7 @@ class UsageError(EditError):
     """A setting, name or option that does not exist or cannot be read."""
 
     exit_code = 2
+
+
+class RunStopped(EditError):
+    """A run was asked to end before its time; it can be gone on with."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,24 @@ class RunFolder:
             self.store.write_text(HISTORY, _lines(self.history))
 
 
+def run_facts(location: str | Path) -> dict[str, Any]:
+    """What the run in a folder has noted of itself; nothing where there is none."""
+    found = _read_run(RunStore(location))
+    return {} if found is None else dict(found["facts"])
+
+
+def run_evaluations(location: str | Path) -> list[tuple[int, dict[str, Any]]]:
+    """The evaluations of the run in a folder up to its newest checkpoint: those that it will not make again."""
+    store = RunStore(location)
+    if not store.checkpoints():
+        return []
+    state = read_state(latest_checkpoint(location))
+    found = {row["step"]: row["scores"] for row in _read_history(store) if row.get("scores")}
+    if state["scores"]:  # a driver that was killed may not have heard of it
+        found[int(state["step"])] = state["scores"]
+    return [(step, scores) for step, scores in sorted(found.items()) if step <= state["step"]]
+
+
 def _read_run(store: RunStore) -> dict[str, Any] | None:
     if not store.exists(RUN):
         return None
@@ -96,17 +114,21 @@ def _read_run(store: RunStore) -> dict[str, Any] | None:
 
 def _check_same(store: RunStore, before: Config, now: Config) -> None:
     free = _FREE | ({"training.steps"} if now.training.schedule == "constant" else set())
-    old = _flat(before.model_dump())
-    changed = [
-        f"{key} ({old.get(key)!r} → {value!r})"
-        for key, value in _flat(now.model_dump()).items()
-        if old.get(key) != value and key not in free and not key.startswith(_FREE_SECTIONS)
-    ]
-    if changed:
+    if changed := changed_settings(before, now, free):
         raise EditError(
             f"cannot resume {store.location} with another config: {', '.join(changed)}; "
             "use the config it was started with, or choose another --out"
         )
+
+
+def changed_settings(before: Config, now: Config, free: Collection[str] = ()) -> list[str]:
+    """The settings, each with both values, by which another θ would come out; those in `free` may differ."""
+    old = _flat(before.model_dump())
+    return [
+        f"{key} ({old.get(key)!r} → {value!r})"
+        for key, value in _flat(now.model_dump()).items()
+        if old.get(key) != value and key not in free and not key.startswith(_FREE_SECTIONS)
+    ]
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

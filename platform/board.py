@@ -12,6 +12,7 @@ class Board:
     def __init__(self) -> None:
         self._rows: list[dict[str, Any]] = []
         self._doing: dict[str, tuple[str, float]] = {}
+        self._stopped = False
 
     def note(self, who: str, doing: str) -> None:
         """What somebody does now."""
@@ -30,3 +31,11 @@ class Board:
         """Who does what, for people."""
         now = time.time()
         return [f"{who}: {doing} for {now - since:.0f} s" for who, (doing, since) in sorted(self._doing.items())]
+
+    def stop(self) -> None:
+        """The run shall end before its time."""
+        self._stopped = True
+
+    def stopped(self) -> bool:
+        """Whether it shall."""
+        return self._stopped

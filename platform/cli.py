@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -236,8 +237,16 @@ def _options(
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
+def add_commands(name: str, commands: typer.Typer) -> None:
+    """Commands of another room, under a name; a second time changes nothing."""
+    if name not in {group.name for group in app.registered_groups}:
+        app.add_typer(commands, name=name)
+
+
 def main(first: Sequence[str] = ()) -> None:
     """Exit codes: 0 done, 1 failed, 2 wrong usage. `first` goes before the arguments of the command line."""
+    for entry in entry_points(group="malmen.commands"):  # nobody here knows tune or serve: they make themselves known
+        add_commands(entry.name, entry.load())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is open is closed, and runs are ended
     try:
         app([*first, *sys.argv[1:]])  # wrong usage exits with 2 by itself

@@ -6,8 +6,9 @@ import logging
 import math
 import os
 import socket
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,7 @@ def connected(address: str | None, config: ClusterConfig) -> Iterator[bool]:
 
     The value says whether it is our own; that one ends with the block.
     """
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # each report waits for it; Ray's is 2 s
     if ray.is_initialized():
         yield False
         return
@@ -48,15 +50,18 @@ def connected(address: str | None, config: ClusterConfig) -> Iterator[bool]:
     else:
         _start_local(config)
     try:
-        yield not address
+        with redirect_stdout(sys.stderr):  # Ray prints its warnings to where results go
+            yield not address
     finally:
         ray.shutdown()
 
 
 def _start_local(config: ClusterConfig) -> None:
     needed = config.lm_workers * config.lm_cpus + config.hypernet_actors * config.hypernet_cpus
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's coming default; it warns without
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # one process less: nobody preempts this node
+    # Above three times this number of processes Ray complains, of which a run has more than a small machine has cores.
+    os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(max(16, os.cpu_count() or 1)))
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets everything else go first, and everybody waits
     if config.overlap:  # a new cluster's processes inherit it; given as a runtime_env it would forbid prestarted ones
         os.environ.update(_SHARED_CORES)
@@ -74,7 +79,6 @@ def _start_local(config: ClusterConfig) -> None:
 
 def _connect(address: str) -> None:
     _check_answers(address)
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
     try:
         ray.init(address=address, log_to_driver=False)
     except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from malmen.checkpoint import latest_checkpoint
+from malmen.checkpoint import latest_checkpoint, read_state
 from malmen.config import Config, TrackingConfig
 from malmen.errors import EditError, UsageError
 from malmen.platform.mlflow_store import clear_errors, connect, safe_name, shown
@@ -115,6 +115,13 @@ def _list(word: str, things: Sequence[object]) -> str:
 
 
 # --- the model card ----------------------------------------------------------------------------------
+
+
+def describe_checkpoint(checkpoint: Path, config: Config) -> tuple[str, dict[str, float], str]:
+    """What the registry keeps of a checkpoint: its base model, its scores and its card."""
+    state = read_state(checkpoint)
+    numbers = {name: value for name, value in state["scores"].items() if isinstance(value, int | float)}
+    return state["base_model"], numbers, editor_card(config, state["scores"], state["base_model"], state["step"])
 
 
 def editor_card(config: Config, metrics: Mapping[str, Any], base_model: str, steps: int) -> str:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import malmen
 from malmen.config import Config, TrackingConfig
+from malmen.errors import RunStopped
 from malmen.platform.mlflow_store import (
     PATIENCE,
     brief,
@@ -31,7 +32,7 @@ from malmen.platform.mlflow_store import (
     shown,
     store_errors,
 )
-from malmen.platform.watcher import DRIVER_TAG, ENDED
+from malmen.platform.watcher import DRIVER_TAG, ENDED, end_run
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -66,8 +67,9 @@ class Tracker:
         run_id: str | None = None,
         watcher: subprocess.Popen[bytes] | None = None,
         flush_seconds: float = 5.0,
+        driver: str = "",
     ) -> None:
-        self.config, self.uri, self.run_id = config, uri, run_id
+        self.config, self.uri, self.run_id, self.driver = config, uri, run_id, driver
         self._client, self._watcher = client, watcher
         self._pending: list[tuple[str, float, int, int]] = []  # name, value, timestamp, step
         self._buffer, self._sending = threading.Lock(), threading.Lock()
@@ -105,7 +107,7 @@ class Tracker:
                 name = folder.rstrip("/").rpartition("/")[2]
                 run_id = client.create_run(experiment, tags=resolve_tags(own), run_name=name).info.run_id
             watcher = _start_watcher(uri, run_id, driver)
-            tracker = unless_started.enter_context(cls(config, uri, client, run_id, watcher, flush_seconds))
+            tracker = unless_started.enter_context(cls(config, uri, client, run_id, watcher, flush_seconds, driver))
             tracker._describe({**own, **tags})
             unless_started.pop_all()
         return tracker
@@ -179,7 +181,7 @@ class Tracker:
                 raise TimeoutError("the store does not answer")
             check_reachable(self.uri)
             self.flush()
-            self._client.set_terminated(self.run_id, status)
+            end_run(self._client, self.run_id, self.driver, status)
         except store_errors() as error:
             logger.warning("the run could not be ended as %s in %s: %s", status, shown(self.uri), brief(error))
             last_line = status
@@ -197,7 +199,7 @@ class Tracker:
         if kind is None:
             self.finish("FINISHED")
         else:
-            self.finish("KILLED" if issubclass(kind, KeyboardInterrupt | SystemExit) else "FAILED")
+            self.finish("KILLED" if issubclass(kind, KeyboardInterrupt | SystemExit | RunStopped) else "FAILED")
 
     def _write(self, seconds: float) -> None:
         while not self._ended.wait(seconds):

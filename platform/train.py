@@ -25,14 +25,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from malmen.checkpoint import read_state
 from malmen.config import Config
-from malmen.errors import EditError, UsageError
+from malmen.errors import EditError, RunStopped, UsageError
 from malmen.layers import LayerSpec, find_layers
 from malmen.lm import load_skeleton
 from malmen.meta import StepReport
 from malmen.platform.board import Board
 from malmen.platform.cluster import Roles, actor_options, check_room, connected, size_roles
 from malmen.platform.hypernet_group import HypernetGroup
-from malmen.platform.registry import RegisteredEditor, editor_card
+from malmen.platform.registry import RegisteredEditor, describe_checkpoint
 from malmen.platform.tracking import Tracker
 from malmen.platform.train_loop import LoopSettings, train_loop
 from malmen.run_folder import RunFolder
@@ -60,11 +60,12 @@ class TrainedEditor:
 
 @dataclass
 class Listener:
-    """Whom a run tells what happens."""
+    """Whom a run tells what happens; `stopped` is asked whether it shall end before its time."""
 
     step: Callable[[int, StepReport], None] = lambda _step, _report: None
     evaluation: Callable[[int, dict[str, Any]], None] = lambda _step, _scores: None
     event: Callable[[str], None] = lambda _text: None
+    stopped: Callable[[], bool] = lambda: False
 
 
 def train(
@@ -75,10 +76,11 @@ def train(
     resume: bool = False,
     listener: Listener | None = None,
     parent: str | None = None,
+    register: bool = True,
 ) -> TrainedEditor:
     """Train an editor into `out`; an unfinished run of the same config there is gone on with, to the same θ.
 
-    `parent` is the MLflow run that this one belongs to, if any.
+    `parent` is the MLflow run that this one belongs to, if any. `register`: the editor goes into the model registry.
     """
     start, listener = time.perf_counter(), listener or Listener()
     layers = _layers(config)
@@ -97,7 +99,7 @@ def train(
             if folder.steps_done:
                 listener.event(f"going on from step {folder.steps_done} of {folder.store.location}")
             _run(config, layers, roles, folder, tracker, listener)
-            trained = _finish(config, folder, tracker, time.perf_counter() - start)
+            trained = _finish(config, folder, tracker, time.perf_counter() - start, register)
     return trained
 
 
@@ -120,12 +122,26 @@ def _run(
     loop = LoopSettings(config, group, board, run, roles.lm_threads, roles.overlap, {"mlflow_run": tracker.run_id})
     try:
         with _fitting(_trainer(config, roles, run, loop)) as fit:
-            for row in _follow(board, group, fit, config.cluster.stall_seconds):
-                _take(row, folder, tracker, listener)
+            try:
+                for row in _follow(board, group, fit, config.cluster.stall_seconds, listener.stopped):
+                    _take(row, folder, tracker, listener)
+            except RunStopped:
+                _end_early(board, group, fit)
+                raise
     finally:
         folder.flush()
         for actor in (*group.actors, board):
             ray.kill(actor)
+
+
+def _end_early(board: Any, group: HypernetGroup, fit: _Fit) -> None:
+    """The ranks learn of it when they miss the actors; nothing of the run is left then."""
+    ray.get(board.stop.remote(), timeout=60)
+    for actor in group.actors:
+        ray.kill(actor)
+    fit.join(60)
+    if fit.is_alive():
+        logger.warning("the LM workers of %s have not ended within a minute", group.run)
 
 
 def _trainer(config: Config, roles: Roles, run: str, loop: LoopSettings) -> TorchTrainer:
@@ -178,7 +194,9 @@ def _fitting(trainer: TorchTrainer) -> Iterator[_Fit]:
         raise fit.error
 
 
-def _follow(board: Any, group: HypernetGroup, fit: _Fit, stall_seconds: float) -> Iterator[dict[str, Any]]:
+def _follow(
+    board: Any, group: HypernetGroup, fit: _Fit, stall_seconds: float, stopped: Callable[[], bool] = lambda: False
+) -> Iterator[dict[str, Any]]:
     """The rows that the ranks record, until they are done; EditError if nothing comes for too long."""
     last, rows = time.monotonic(), []
     while True:
@@ -189,6 +207,8 @@ def _follow(board: Any, group: HypernetGroup, fit: _Fit, stall_seconds: float) -
             yield row
         if not alive and not rows:
             return
+        if stopped():
+            raise RunStopped("the run was stopped before its last step; the same command goes on with it")
         if time.monotonic() - last > stall_seconds:
             waiting = [*ray.get(board.doing.remote(), timeout=60), *group.status()]
             raise EditError(
@@ -245,18 +265,17 @@ def _step_metrics(row: Mapping[str, Any]) -> dict[str, float]:
     return metrics
 
 
-def _finish(config: Config, folder: RunFolder, tracker: Tracker, seconds: float) -> TrainedEditor:
-    """The newest checkpoint, uploaded and registered."""
+def _finish(config: Config, folder: RunFolder, tracker: Tracker, seconds: float, register: bool) -> TrainedEditor:
+    """The newest checkpoint; uploaded and registered if it shall be."""
     names = folder.store.checkpoints()
     if not names:
         raise EditError(f"the run ended without a checkpoint in {folder.store.location}")
     checkpoint = folder.store.join(names[-1])
     state = read_state(checkpoint)
-    scores = state["scores"]
-    card = editor_card(config, scores, state["base_model"], state["step"])
-    numbers = {name: value for name, value in scores.items() if isinstance(value, int | float)}
-    with folder.store.fetch(names[-1], without=["optimizer.safetensors"]) as local:
-        registered = tracker.register(local, state["base_model"], numbers, card)
+    scores, registered = state["scores"], None
+    if register:
+        with folder.store.fetch(names[-1], without=["optimizer.safetensors"]) as local:
+            registered = tracker.register(local, *describe_checkpoint(local, config))
     return TrainedEditor(
         folder.store.location, checkpoint, state["step"], scores, seconds, folder.history, tracker.run_id, registered
     )

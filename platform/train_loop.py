@@ -85,6 +85,8 @@ class Rank:
                 self._record_step(step + 1, stepped, time.perf_counter() - begin)
                 step, traces = step + 1, stepped.ahead
             except HypernetLost as error:
+                if self._stopped():  # that is why
+                    return
                 losses += 1
                 if losses > self.loop.config.cluster.max_failures:
                     raise EditError(
@@ -94,6 +96,12 @@ class Rank:
                 logger.warning("step %d: %s; healing", step, error)
                 self._record({"kind": "lost", "step": step, "why": str(error)})
                 restored = False
+
+    def _stopped(self) -> bool:
+        """Whether the driver wants no more of the run; all ranks hear the same."""
+        first = self.worker.world_rank == 0
+        asked = ray.get(self.loop.board.stopped.remote(), timeout=60) if first else False
+        return any(self.worker.gather(asked))
 
     def _go_on(self, step: int) -> int:
         """Recover; where the lost step turns out to be done, its report is asked for again."""

@@ -7,6 +7,10 @@ the environment, because it may hold a password and everyone can read a command 
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 ENDED = "ended"  # the driver's last line when there is nothing left to do
 DRIVER_TAG = "malmen.driver"  # which driver a run belongs to now: a resumed run has another one
@@ -17,16 +21,16 @@ def main() -> None:
     run_id, driver = sys.argv[1:]
     said = sys.stdin.readline().strip()
     if said != ENDED:
-        end_run(run_id, driver, said or "KILLED")
+        from mlflow import MlflowClient
+
+        client = MlflowClient()
+        if client.get_run(run_id).info.status == "RUNNING":
+            end_run(client, run_id, driver, said or "KILLED")
 
 
-def end_run(run_id: str, driver: str, status: str) -> None:
+def end_run(client: MlflowClient, run_id: str, driver: str, status: str) -> None:
     """Set the status of a run that is still this driver's."""
-    from mlflow import MlflowClient
-
-    client = MlflowClient()
-    run = client.get_run(run_id)
-    if run.info.status == "RUNNING" and run.data.tags.get(DRIVER_TAG) == driver:
+    if client.get_run(run_id).data.tags.get(DRIVER_TAG) == driver:
         client.set_terminated(run_id, status)
 
 

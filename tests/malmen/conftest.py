@@ -3,17 +3,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 from float64 import Float64Throughout
 from tiny_models import KINDS
 
 from malmen.lm import LanguageModel, load_lm
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> None:
-    """Tiny tensors are slower on several threads."""
-    torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from small_runs import make_config
 
 from malmen.errors import EditError
-from malmen.run_folder import HISTORY, RunFolder
+from malmen.run_folder import HISTORY, RunFolder, run_evaluations
 
 
 def test_nothing_is_written_before_a_run_begins(tmp_path: Path) -> None:
@@ -45,3 +46,18 @@ def test_what_is_no_run_is_not_touched(tmp_path: Path) -> None:
     with pytest.raises(EditError, match="is not JSON"):
         RunFolder.open(tmp_path, make_config())
     assert (tmp_path / HISTORY).read_text() == "somebody's"
+
+
+def test_the_evaluations_that_a_run_will_not_make_again_are_known_even_if_its_driver_never_heard(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder.open(tmp_path, make_config())
+    folder.begin()
+    assert run_evaluations(tmp_path) == []
+    for step in (1, 2, 5):
+        folder.add({"step": step, "scores": {"edit_success": step / 10}})
+    checkpoint = tmp_path / "checkpoint-0000004"
+    checkpoint.mkdir()
+    (checkpoint / "state.json").write_text(json.dumps({"format": 1, "step": 4, "scores": {"edit_success": 0.4}}))
+    expected = [(step, {"edit_success": step / 10}) for step in (1, 2, 4)]
+    assert run_evaluations(tmp_path) == expected

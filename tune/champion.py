@@ -1,0 +1,112 @@
+"""The best editor of a sweep: promoted, or trained again for longer; registered under an alias."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from malmen.checkpoint import latest_checkpoint, read_state
+from malmen.config import Config, parse_config
+from malmen.errors import EditError
+from malmen.platform.mlflow_store import clear_errors, connect
+from malmen.platform.registry import describe_checkpoint, register_editor, registered_name
+from malmen.platform.train import Listener, train
+from malmen.run_folder import run_facts
+from malmen.score import score
+from malmen.tune.follow import SweepListener
+from malmen.tune.record import SweepFolder, TrialRecord
+from malmen.tune.settings import SweepConfig
+from malmen.tune.space import Params, trial_config
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+
+@dataclass(frozen=True)
+class Champion:
+    """The winner."""
+
+    number: int  # of its trial
+    params: Params
+    score: float
+    scores: dict[str, Any]
+    steps: int
+    editor: str  # the folder of its run
+    uri: str | None  # models:/name@alias; None without a registry
+    version: str | None
+
+
+def best_trial(trials: Sequence[TrialRecord]) -> TrialRecord:
+    """The highest score among the trials that had all their steps; of equals the first."""
+    finished = [trial for trial in trials if trial.status == "finished" and trial.last]
+    if not finished:
+        failed = [f"trial {trial.number}: {trial.why}" for trial in trials if trial.status == "failed"]
+        raise EditError(f"no trial has finished, so there is no best one; {'; '.join(failed[:3]) or 'none has failed'}")
+    return max(finished, key=lambda trial: trial.last.score if trial.last else 0.0)
+
+
+def crown(
+    base: Config, sweep: SweepConfig, folder: SweepFolder, facts: dict[str, Any], parent: str | None,
+    listener: SweepListener,
+) -> Champion:  # fmt: skip
+    """Find the best, train it again if it shall be, and give it the alias."""
+    best = best_trial(folder.trials())
+    config, place = trial_config(base, sweep, best.params), folder.trial_path(best.number)
+    if sweep.retrain_steps:
+        listener.event(f"training trial {best.number}'s config again, {sweep.retrain_steps} steps")
+        config, place = _again(config, sweep.retrain_steps), folder.path / f"champion-{sweep.retrain_steps}"
+        _train_again(config, place, parent, listener)
+    checkpoint = Path(latest_checkpoint(place))
+    state = read_state(checkpoint)
+    version = _register(config, sweep.alias, checkpoint, run_facts(place).get("mlflow_run"))
+    champion = Champion(
+        best.number,
+        best.params,
+        score(state["scores"], sweep.score) or 0.0,
+        state["scores"],
+        state["step"],
+        str(place),
+        f"models:/{registered_name(config)}@{sweep.alias}" if version else None,
+        version,
+    )
+    facts["champion"] = asdict(champion)
+    folder.save(base, sweep, facts)
+    return champion
+
+
+def _again(config: Config, steps: int) -> Config:
+    raw = config.model_dump(mode="json")
+    raw["training"]["steps"] = steps
+    return parse_config(raw, "the best trial")
+
+
+def _train_again(config: Config, place: Path, parent: str | None, listener: SweepListener) -> None:
+    """A run as any other; one that has finished already is left as it is."""
+    done = int(read_state(latest_checkpoint(place))["step"]) if list(place.glob("checkpoint-*")) else 0
+    if done < config.training.steps:
+        train(config, place, parent=parent, register=False, listener=Listener(event=listener.event))
+
+
+def _register(config: Config, alias: str, checkpoint: Path, run_id: str | None) -> str | None:
+    """The checkpoint's version in the registry, the same one each time, under the alias."""
+    if not config.tracking.enabled or run_id is None:
+        return None
+    uri = config.tracking.uri
+    assert uri is not None
+    with clear_errors(uri):
+        client, name = connect(uri), registered_name(config)
+        version = _registered_before(client, name, run_id, checkpoint.name)
+        if version is None:
+            described = describe_checkpoint(checkpoint, config)
+            version = register_editor(client, run_id, name, checkpoint, *described).version
+        client.set_registered_model_alias(name, alias, version)
+    return version
+
+
+def _registered_before(client: MlflowClient, name: str, run_id: str, checkpoint: str) -> str | None:
+    for found in client.search_model_versions(f"name='{name}'"):
+        if found.run_id == run_id and str(found.source).endswith(f"/{checkpoint}"):
+            return str(found.version)
+    return None

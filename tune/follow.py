@@ -1,0 +1,94 @@
+"""What the driver of a sweep does when something happens to a trial: its record, its MLflow run, and who listens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ray.tune import Callback
+
+from malmen.config import Config
+from malmen.platform.mlflow_store import brief, connect, shown, store_errors
+from malmen.platform.watcher import DRIVER_TAG
+from malmen.tune.record import SweepFolder, TrialRecord
+
+logger = logging.getLogger(__name__)
+
+SWEEP_DRIVER = "sweep"  # whose an MLflow run is that the sweep has ended: its trial's process leaves it alone
+
+
+@dataclass
+class SweepListener:
+    """Whom a sweep tells what happens."""
+
+    begun: Callable[[int, int], None] = lambda _trials, _concurrent: None
+    started: Callable[[TrialRecord], None] = lambda _trial: None
+    judged: Callable[[TrialRecord], None] = lambda _trial: None
+    ended: Callable[[TrialRecord], None] = lambda _trial: None
+    event: Callable[[str], None] = lambda _text: None
+
+
+class Follower(Callback):
+    """Called by Ray Tune in the driver."""
+
+    def __init__(self, folder: SweepFolder, config: Config, listener: SweepListener) -> None:
+        self.folder, self.config, self.listener = folder, config, listener
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Ray Tune pickles its callbacks into notes that nobody reads."""
+        return {}
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """It has its process."""
+        self.listener.started(self._record(trial))
+
+    def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: Any, **info: Any) -> None:
+        """It was evaluated."""
+        if not result["failed"]:
+            self.listener.judged(self._record(trial))
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """It ended by itself, well or not, or early stopping ended it."""
+        record = self._record(trial)
+        if not record.ended:
+            assert record.last is not None
+            record = replace(record, status="stopped", why=f"early stopping after step {record.last.step}")
+        self._end(record)
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """Its process was lost more often than is borne."""
+        record = self._record(trial)
+        lines = [line.strip() for line in str(trial.get_error()).splitlines() if line.strip()]
+        why = f"its process was lost: {lines[-1] if lines else 'no reason is known'}"
+        self._end(record if record.ended else replace(record, status="failed", why=why))
+
+    def _record(self, trial: Any) -> TrialRecord:
+        record = self.folder.get(trial.config["number"])
+        assert record is not None
+        return record
+
+    def _end(self, record: TrialRecord) -> None:
+        self.folder.put(record)
+        end_tracking_run(self.config, record)
+        self.listener.ended(record)
+
+
+def end_tracking_run(config: Config, record: TrialRecord) -> None:
+    """A trial's MLflow run ends as its trial did, whatever its process still does; with what it is compared by."""
+    if record.tracking_run is None or not config.tracking.enabled:
+        return
+    uri = config.tracking.uri
+    assert uri is not None
+    try:
+        client = connect(uri)
+        client.set_tag(record.tracking_run, DRIVER_TAG, SWEEP_DRIVER)
+        client.set_terminated(record.tracking_run, "FAILED" if record.status == "failed" else "FINISHED")
+        tags = {"number": record.number, "status": record.status, "why": record.why, **record.params}
+        for name, value in tags.items():
+            client.set_tag(record.tracking_run, f"sweep.{name}", str(value))
+        if record.last is not None:
+            client.log_metric(record.tracking_run, "sweep/score", record.last.score, step=record.last.step)
+    except store_errors() as error:
+        logger.warning("trial %d could not be ended in %s: %s", record.number, shown(uri), brief(error))

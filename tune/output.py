@@ -1,0 +1,105 @@
+"""What `malmen sweep` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from malmen.platform.output import err, out, percent, print_json
+from malmen.tune.follow import SweepListener
+from malmen.tune.record import TrialRecord
+from malmen.tune.results import SHARES
+
+
+class SweepProgress:
+    """A bar of trials, and a line for whatever happens to one."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.task = progress.add_task("trials", total=None)
+
+    def begun(self, trials: int, concurrent: int) -> None:
+        self.progress.update(self.task, total=trials)
+        self.event(f"{trials} trials, {concurrent} at a time")
+
+    def started(self, trial: TrialRecord) -> None:
+        if not trial.judgements:
+            self.event(f"trial {trial.number} starts: {describe(trial)}")
+
+    def judged(self, trial: TrialRecord) -> None:
+        if trial.last and not trial.ended:
+            self.event(f"trial {trial.number} step {trial.last.step}: score {trial.last.score:.3f}")
+
+    def ended(self, trial: TrialRecord) -> None:
+        found = f"score {trial.last.score:.3f} at step {trial.last.step}" if trial.last else "no score"
+        why = f", {trial.why}" if trial.why else ""
+        self.event(f"trial {trial.number} {trial.status}: {found}{why}")
+        self.progress.advance(self.task)
+
+    def event(self, text: str) -> None:
+        err.print(text, highlight=False, soft_wrap=True)
+
+
+def describe(trial: TrialRecord) -> str:
+    """A trial's parameters in a line."""
+    return ", ".join(f"{name} {_short(value)}" for name, value in trial.params.items())
+
+
+@contextmanager
+def sweep_progress() -> Iterator[SweepListener]:
+    """Progress of a sweep on standard error."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, disable=not err.is_terminal) as progress:
+        shown = SweepProgress(progress)
+        yield SweepListener(shown.begun, shown.started, shown.judged, shown.ended, shown.event)
+
+
+def show_sweep(results: dict[str, Any], as_json: bool) -> None:
+    """The end of a sweep."""
+    if as_json:
+        print_json(results)
+        return
+    out.print(_table(results))
+    champion = results["champion"]
+    if champion:
+        where = champion["uri"] or champion["editor"]
+        version = f" (version {champion['version']})" if champion["version"] else ""
+        out.print(
+            f"Best: trial {champion['number']}, score {champion['score']:.3f} after {champion['steps']} steps; "
+            f"{where}{version}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        err.print(f"Next: malmen edit --editor {where} --facts FILE", highlight=False, soft_wrap=True)
+    out.print(f"Report: {results['report']}", highlight=False, soft_wrap=True)
+
+
+def _table(results: dict[str, Any]) -> Table:
+    rows = results["trials"]
+    best = (results["champion"] or {}).get("number")
+    fixed = {"number", "status", "step", "seconds", "score", "why", "tracking_run", *SHARES}
+    params = [name for name in (rows[0] if rows else {}) if name not in fixed]
+    table = Table(title=f"Trials by score; * on the Pareto front of GS and LS ({results['model']})")
+    for heading in ("trial", *(name.rpartition(".")[2] for name in params), "", "steps", *SHARES, "score"):
+        table.add_column(heading, justify="left" if heading == "" else "right")
+    for row in sorted(rows, key=lambda row: (row["status"] != "finished", -(row["score"] or 0.0))):
+        mark = "*" if row["number"] in results["pareto_front"] else ""
+        cells = [
+            f"{row['number']}{mark}",
+            *(_short(row[name]) for name in params),
+            row["status"],
+            str(row["step"]),
+            *(percent(row[short]) for short in SHARES),
+            "–" if row["score"] is None else f"{row['score']:.3f}",
+        ]
+        table.add_row(*map(Text, cells), style="bold" if row["number"] == best else None)
+    return table
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,142 @@
+"""The file of a sweep: what is tried, how it is searched, and what counts as better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from malmen.config import Section, explain, full_key, read_override, read_yaml
+from malmen.errors import UsageError
+from malmen.score import PARTS
+
+LAYERS = "layers"  # the parameter that names a layer set
+SPACES = Path(__file__).parent / "spaces"
+
+# Shares of right answers, of which more is better.
+KNOWN_SCORES = (
+    *PARTS,
+    "locality_agreement",
+    "locality_success",
+    *(f"{name}_exact" for name in ("edit_success", "generalization_success", "locality_success")),
+)
+
+
+class Range(Section):
+    """Numbers from `low` to `high`; whole ones where the setting is."""
+
+    low: int | float
+    high: int | float
+    log: bool = Field(default=False, description="drawn uniformly in the logarithm")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Range:
+        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
+            raise ValueError(f"low must be below high, given {self.low} and {self.high}")
+        if self.log and self.low <= 0:
+            raise ValueError(f"a logarithmic range must begin above 0, given {self.low}")
+        return self
+
+
+class LayerSet(Section):
+    """Layers that are edited together."""
+
+    layers: str | list[str] = Field(description="a rule such as `last:4`, or module names")
+    ffn: Literal["first", "second"] | None = Field(default=None, description="default: the config's")
+
+
+Choices = list[bool | int | float | str]
+
+
+class SweepConfig(Section):
+    """A sweep."""
+
+    trials: int = Field(default=16, gt=0, description="how many; a grid has as many as it has points, at most these")
+    search: Literal["random", "grid", "optuna"] = Field(
+        default="random", description="`optuna` learns from the trials that have ended"
+    )
+    seed: int = Field(default=0, description="of what is drawn; the trials' own seed is the config's")
+    score: list[str] = Field(
+        default=list(PARTS), min_length=1, description="what is maximised: the harmonic mean of these"
+    )
+    early_stopping: Literal["asha", "none"] = Field(default="asha", description="whether weak trials end early")
+    grace_steps: int | None = Field(
+        default=None, gt=0, description="before a trial may be stopped; default: training.eval_every, else steps / 8"
+    )
+    reduction_factor: int = Field(default=2, ge=2, description="one of so many goes on at each rung")
+    concurrent: int | None = Field(
+        default=None, gt=0, description="trials at the same time; default: as many as the cluster has room for"
+    )
+    trial_seconds: float = Field(default=86400, gt=0, description="a trial that takes longer has failed")
+    retrain_steps: int | None = Field(
+        default=None, gt=0, description="train the best trial's config again with so many steps; default: promote it"
+    )
+    alias: str = Field(default="champion", pattern=r"^[\w.-]+$", description="in the registry, for the best editor")
+    layer_sets: dict[str, LayerSet] = Field(default={}, description="by name; a rule or a list stands for itself")
+    parameters: dict[str, Range | Choices] = Field(
+        default={}, description="settings by name, each a list of choices or a range"
+    )
+    settings: dict[str, Any] = Field(default={}, description="what all trials have otherwise than the config")
+
+    @field_validator("layer_sets", mode="before")
+    @classmethod
+    def _short_forms(cls, value: Any) -> Any:
+        """`[last:4, every:2]`, and `{name: last:4}`, as they would be written in full."""
+        if isinstance(value, list):
+            value = {str(rule): rule for rule in value}
+        if not isinstance(value, dict):
+            return value
+        return {str(name): item if isinstance(item, dict) else {"layers": item} for name, item in value.items()}
+
+    @field_validator("parameters", mode="before")
+    @classmethod
+    def _numbers(cls, value: Any) -> Any:
+        """YAML takes `1e-5` for a text; in a list of choices a number is meant."""
+        if not isinstance(value, dict):
+            return value
+        return {name: list(map(_number, item)) if isinstance(item, list) else item for name, item in value.items()}
+
+    @field_validator("score")
+    @classmethod
+    def _known_score(cls, value: list[str]) -> list[str]:
+        if unknown := [name for name in value if name not in KNOWN_SCORES]:
+            raise ValueError(f"unknown {', '.join(unknown)}; there are {', '.join(KNOWN_SCORES)}")
+        return value
+
+    @property
+    def space(self) -> dict[str, Range | Choices]:
+        """Every parameter with its full name; the layer set is one of them."""
+        named: dict[str, Range | Choices] = {LAYERS: list(self.layer_sets)} if self.layer_sets else {}
+        return named | self.parameters
+
+
+def _number(value: Any) -> Any:
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def load_sweep(path: Path | None = None, overrides: Sequence[str] = ()) -> SweepConfig:
+    """A YAML file with `key=value` on top; without one, the shipped space that fits every model of four blocks."""
+    path = path or SPACES / "default.yaml"
+    raw = read_yaml(path, "space")
+    for override in overrides:
+        name, value = read_override(override)
+        raw[name] = value
+    for section in ("parameters", "settings"):
+        if isinstance(raw.get(section), dict):
+            raw[section] = {full_key(str(name)): value for name, value in raw[section].items()}
+    return parse_sweep(raw, str(path))
+
+
+def parse_sweep(raw: Mapping[str, Any], source: str) -> SweepConfig:
+    """From plain values; UsageError names what is wrong."""
+    try:
+        return SweepConfig.model_validate(raw)
+    except ValidationError as error:
+        lines = [explain(problem, list(SweepConfig.model_fields)) for problem in error.errors()]
+        raise UsageError(f"{source}: " + "; ".join(dict.fromkeys(lines))) from error

@@ -1,0 +1,183 @@
+"""Sweeps: `sweep(config, space, out)`, and the entry point of a Ray job.
+
+Ray Tune decides which trial runs when and how long; each trial is a training run of the platform. What is known of a
+sweep stands in its folder, so a killed one goes on by the same command: trials that have ended are only told to Ray
+Tune again, the others go on from their checkpoints.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import tune
+from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, TrialScheduler
+
+from malmen.config import Config, parse_config
+from malmen.errors import EditError, UsageError
+from malmen.lm import load_skeleton
+from malmen.platform.cluster import Roles, check_room, connected, size_roles
+from malmen.platform.tracking import Tracker, tracking_uri
+from malmen.tune.champion import Champion, crown
+from malmen.tune.follow import Follower, SweepListener
+from malmen.tune.record import SweepFolder, TrialRecord
+from malmen.tune.report import write_report
+from malmen.tune.search import SweepSearch
+from malmen.tune.settings import SweepConfig
+from malmen.tune.space import check_space, number_of_trials, with_evaluations
+from malmen.tune.trial import SweepTrial
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class SweepResult:
+    """A finished sweep."""
+
+    folder: Path
+    trials: list[TrialRecord]
+    champion: Champion
+    report: Path
+    seconds: float
+    tracking_run: str | None
+
+
+def sweep(
+    config: Config,
+    space: SweepConfig,
+    out: str | Path,
+    *,
+    address: str | None = None,
+    listener: SweepListener | None = None,
+) -> SweepResult:
+    """Try a space; an unfinished sweep of the same config and space in `out` is gone on with."""
+    start, listener = time.perf_counter(), listener or SweepListener()
+    config, grace = with_evaluations(config, space)
+    check_space(config, space, load_skeleton(config.model)[0])
+    folder = SweepFolder(_place(out))
+    with connected(address, config.cluster) as own:
+        roles = size_roles(config.cluster, own=own)
+        config = _for_trials(config, folder, roles)
+        facts = folder.begin(config, space)
+        check_room(config.cluster, roles)
+        tags = {"malmen.sweep": str(folder.path)}
+        with Tracker.start(config, str(folder.path), tags, facts.get("mlflow_run")) as tracker:
+            facts["mlflow_run"] = tracker.run_id
+            folder.save(config, space, facts)
+            _run_trials(config, space, folder, grace, roles, tracker, listener)
+            champion = crown(config, space, folder, facts, tracker.run_id, listener)
+            report = write_report(folder)
+            _log(tracker, folder, champion, report)
+    shutil.rmtree(folder.cache, ignore_errors=True)
+    return SweepResult(folder.path, folder.trials(), champion, report, time.perf_counter() - start, facts["mlflow_run"])
+
+
+def _place(out: str | Path) -> Path:
+    if "://" in str(out):
+        raise UsageError(f"a sweep writes to a folder, on a cluster to a shared one; given {str(out)!r}")
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and not Path(out).is_absolute():
+        raise UsageError(
+            f"--out {out} would lie in the Ray job's temporary copy of the working directory: give a whole path"
+        )
+    return Path(out).absolute()
+
+
+def _for_trials(config: Config, folder: SweepFolder, roles: Roles) -> Config:
+    """What is the same for all trials: one MLflow store, one cache, and what the roles were found to have."""
+    raw = config.model_dump(mode="json")
+    raw["tracking"]["uri"] = tracking_uri(config.tracking, str(folder.path)) if config.tracking.enabled else None
+    raw["batch"]["cache_dir"] = config.batch.cache_dir or str(folder.cache)
+    raw["cluster"] |= {
+        "overlap": roles.overlap,
+        "lm_gpus": roles.lm.get("GPU", 0.0),
+        "hypernet_gpus": roles.hypernet.get("GPU", 0.0),
+    }
+    return parse_config(raw, "the sweep")
+
+
+def _run_trials(
+    config: Config, space: SweepConfig, folder: SweepFolder, grace: int, roles: Roles, tracker: Tracker,
+    listener: SweepListener,
+) -> None:  # fmt: skip
+    total = number_of_trials(space)
+    if len(_ended(folder)) == total:  # only what comes after the trials was interrupted
+        return
+    concurrent = min(total, space.concurrent or _room(config, roles))
+    listener.begun(total, concurrent)
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # relative paths of models and data mean what they do here
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the other one prints to standard output even if told not to
+    here = f"node:{ray.util.get_node_ip_address()}"  # the driver's records are files of this node
+    trainable = tune.with_parameters(SweepTrial, sweep_folder=str(folder.path), parent=tracker.run_id)
+    tuner = tune.Tuner(
+        tune.with_resources(trainable, tune.PlacementGroupFactory([{here: 0.001}])),
+        tune_config=tune.TuneConfig(
+            metric="score",
+            mode="max",
+            search_alg=SweepSearch(folder, space),
+            scheduler=_scheduler(config, space, grace),
+            num_samples=total,
+            max_concurrent_trials=concurrent,
+            reuse_actors=True,  # a trial's process takes seconds to import what it needs
+        ),
+        run_config=tune.RunConfig(
+            name=f"sweep-{os.getpid()}-{time.time_ns()}",  # Ray Tune's own notes; nothing resumes from them
+            storage_path=str(folder.path / ".ray_tune"),
+            callbacks=[Follower(folder, config, listener)],
+            # A trial's process that is lost is started again, and goes on from its run's checkpoint.
+            failure_config=tune.FailureConfig(max_failures=config.cluster.max_failures),
+            checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # the runs have their own
+            verbose=0,
+        ),
+    )
+    tuner.fit()
+    if (ended := len(_ended(folder))) < total:
+        raise EditError(
+            f"the sweep was interrupted: {ended} of {total} trials have ended; the same command goes on with the others"
+        )
+    shutil.rmtree(folder.path / ".ray_tune", ignore_errors=True)
+
+
+def _ended(folder: SweepFolder) -> list[TrialRecord]:
+    return [trial for trial in folder.trials() if trial.ended]
+
+
+def _scheduler(config: Config, space: SweepConfig, grace: int) -> TrialScheduler:
+    if space.early_stopping == "none":
+        return FIFOScheduler()
+    return AsyncHyperBandScheduler(
+        time_attr="step", grace_period=grace, max_t=config.training.steps, reduction_factor=space.reduction_factor
+    )
+
+
+def _room(config: Config, roles: Roles) -> int:
+    """How many trials the cluster has room for at the same time."""
+    needed: dict[str, float] = {}
+    for count, resources in (
+        (config.cluster.lm_workers, roles.lm),
+        (config.cluster.hypernet_actors, roles.hypernet),
+    ):
+        for name, amount in resources.items():
+            needed[name] = needed.get(name, 0.0) + count * amount
+    there: Mapping[str, float] = ray.cluster_resources()
+    return max(1, int(min((there.get(name, 0.0) / amount for name, amount in needed.items()), default=1.0)))
+
+
+def _log(tracker: Tracker, folder: SweepFolder, champion: Champion, report: Path) -> None:
+    """The sweep's own run: its result and its report."""
+    statuses = [trial.status for trial in folder.trials()]
+    metrics: dict[str, Any] = {f"trials/{name}": float(statuses.count(name)) for name in set(statuses)}  # type: ignore[arg-type]
+    tracker.log(0, {**metrics, "best/score": champion.score, "best/trial": float(champion.number)})
+    tracker.log_artifacts(report.parent, "report")
+
+
+if __name__ == "__main__":
+    from malmen.tune.cli import main
+
+    main()
