@@ -1,1 +1,1 @@
-"""Sweeps over editors with Ray Tune; nothing here yet."""
+"""Sweeps over editors with Ray Tune."""

@@ -65,18 +65,17 @@ def show_sweep(results: dict[str, Any], as_json: bool) -> None:
         print_json(results)
         return
     out.print(_table(results))
-    champion = results["champion"]
+    lines = [f"Report: {results['report']}"]
+    if champion := results["champion"]:
+        version = f", registered as {champion['uri']} (version {champion['version']})" if champion["uri"] else ""
+        found = f"score {champion['score']:.3f} after {champion['steps']} steps"
+        lines.insert(0, f"Best: trial {champion['number']}, {found}{version}")
+    if results["tracking_uri"]:
+        lines.append(f"Compare the trials: mlflow ui --backend-store-uri {results['tracking_uri']}")
+    for line in lines:
+        out.print(line, highlight=False, soft_wrap=True)
     if champion:
-        where = champion["uri"] or champion["editor"]
-        version = f" (version {champion['version']})" if champion["version"] else ""
-        out.print(
-            f"Best: trial {champion['number']}, score {champion['score']:.3f} after {champion['steps']} steps; "
-            f"{where}{version}",
-            highlight=False,
-            soft_wrap=True,
-        )
-        err.print(f"Next: malmen edit --editor {where} --facts FILE", highlight=False, soft_wrap=True)
-    out.print(f"Report: {results['report']}", highlight=False, soft_wrap=True)
+        err.print(f"Next: malmen edit --editor {champion['editor']} --facts FILE", highlight=False, soft_wrap=True)
 
 
 def _table(results: dict[str, Any]) -> Table:

@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from malmen.tune.settings import LAYERS, Range, SweepConfig
 
@@ -30,7 +31,9 @@ def plot_parameter(rows: Rows, name: str, values: Range | list[Any], path: Path)
             axes.scatter(values_of, scores, marker=mark, alpha=alpha, color=f"C{index}", s=45)
         axes.scatter([], [], color=f"C{index}", label=label or "all trials")
     log = isinstance(values, Range) and values.log
-    axes.set(xlabel=name, ylabel="score at the last evaluation", xscale="log" if log else "linear", ylim=(0, 1.02))
+    axes.set(xlabel=name, ylabel="score at the last evaluation", xscale="log" if log else "linear")
+    if isinstance(values, Range):
+        axes.set_xlim(values.low, values.high)
     axes.legend(title="layers", fontsize="small")
     _note(axes, rows)
     figure.savefig(path, dpi=120)
@@ -47,7 +50,7 @@ def plot_layer_sets(rows: Rows, path: Path) -> None:
         for row in group:
             mark, alpha = _LOOKS[row["status"]]
             axes.scatter([place], [row["score"]], marker=mark, alpha=alpha, color=f"C{place - 1}", s=45)
-    axes.set(xlabel="layers", ylabel="score at the last evaluation", ylim=(0, 1.02))
+    axes.set(xlabel="layers", ylabel="score at the last evaluation")
     axes.tick_params(axis="x", rotation=20)
     _note(axes, rows)
     figure.savefig(path, dpi=120)
@@ -80,9 +83,8 @@ def plot_budget(rows: Rows, steps: int, path: Path) -> None:
         axes.set(xlabel=label, ylabel="trial", yticks=numbers)
         axes.invert_yaxis()
     left.axvline(steps, color="0.5", linestyle=":")
-    for status in dict.fromkeys(row["status"] for row in rows):
-        right.barh([], [], color=colours[status], label=status)
-    right.legend(loc="lower right", fontsize="small")
+    seen = dict.fromkeys(row["status"] for row in rows)
+    right.legend(handles=[Patch(color=colours[status], label=status) for status in seen], fontsize="small")
     spent = sum(row["step"] for row in rows)
     figure.suptitle(f"{spent} of {len(rows) * steps} steps, {sum(row['seconds'] for row in rows):.0f} s", fontsize=10)
     figure.savefig(path, dpi=120)

@@ -75,10 +75,11 @@ def _champion(champion: dict[str, Any] | None) -> str:
     if champion is None:
         return "<p>No trial has been chosen yet.</p>"
     params = ", ".join(f"{name} = {_cell(value)}" for name, value in champion["params"].items())
-    where = champion["uri"] or champion["editor"]
+    where = f"models of MLflow: <code>{html.escape(champion['uri'])}</code>, " if champion["uri"] else ""
     return (
         f"<p><b>The best:</b> trial {champion['number']} ({html.escape(params)}), score {champion['score']:.3f} after "
-        f"{champion['steps']} steps. Use it: <code>malmen edit --editor {html.escape(where)} --facts FILE</code></p>"
+        f"{champion['steps']} steps. {where}use it: "
+        f"<code>malmen edit --editor {html.escape(champion['editor'])} --facts FILE</code></p>"
     )
 
 

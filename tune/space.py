@@ -118,23 +118,39 @@ def draw(sweep: SweepConfig, number: int) -> Params:
     if sweep.search == "grid":
         grid = _grid(sweep)
         return dict(zip(grid, next(itertools.islice(itertools.product(*grid.values()), number, None)), strict=True))
-    rng = random.Random(f"trial/{sweep.seed}/{number}")
-    return {name: _draw_one(sweep, name, values, number, rng) for name, values in sweep.space.items()}
+    places = iter(_places(sweep, number))
+    return {
+        name: _at(name, values, next(places)) if isinstance(values, Range) else _choose(sweep, name, values, number)
+        for name, values in sweep.space.items()
+    }
 
 
 def _grid(sweep: SweepConfig) -> dict[str, Choices]:
     return {name: values for name, values in sweep.space.items() if isinstance(values, list)}
 
 
-def _draw_one(sweep: SweepConfig, name: str, values: Range | Choices, number: int, rng: random.Random) -> Any:
-    if isinstance(values, list):
-        # In rounds, so that a few trials try every choice as often as every other.
-        order = list(values)
-        random.Random(f"round/{sweep.seed}/{name}/{number // len(order)}").shuffle(order)
-        return order[number % len(order)]
+def _places(sweep: SweepConfig, number: int) -> list[float]:
+    """Where in each range, from 0 to 1: from a random start in steps of an irrational length (Roberts' sequence), so
+    that a few trials are spread over the ranges as evenly as many would be."""
+    ranges = [name for name, values in sweep.space.items() if isinstance(values, Range)]
+    root = 2.0
+    for _ in range(64):
+        root = (1 + root) ** (1 / (len(ranges) + 1))
+    starts = [random.Random(f"start/{sweep.seed}/{name}").random() for name in ranges]
+    return [(start + (number + 1) * root ** -(place + 1)) % 1 for place, start in enumerate(starts)]
+
+
+def _at(name: str, values: Range, place: float) -> float:
     if values.log:
-        found = math.exp(rng.uniform(math.log(values.low), math.log(values.high)))
+        found = math.exp(math.log(values.low) + place * (math.log(values.high) - math.log(values.low)))
     else:
-        found = rng.uniform(values.low, values.high)
+        found = values.low + place * (values.high - values.low)
     found = min(max(found, values.low), values.high)
     return round(found) if is_whole(name) else found
+
+
+def _choose(sweep: SweepConfig, name: str, values: Choices, number: int) -> Any:
+    """In rounds, so that a few trials try every choice as often as every other."""
+    order = list(values)
+    random.Random(f"round/{sweep.seed}/{name}/{number // len(order)}").shuffle(order)
+    return order[number % len(order)]

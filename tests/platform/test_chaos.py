@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 from chaos import dying_actor, dying_loop
 from platform_runs import make_platform_config
+from processes import role_processes, start_driver, wait_until
 from torch.testing import assert_close
 
 from malmen.checkpoint import load_editor
@@ -85,33 +81,7 @@ def test_lm_ranks_and_the_only_actor_are_killed(
     assert_same_editor(found.checkpoint, uninterrupted)
 
 
-def _actors(driver: int) -> list[psutil.Process]:
-    """The Ray workers below a driver; Ray's own agents, which take a minute to notice, are not ours."""
-    found = []
-    for process in psutil.Process(driver).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            if (
-                process.cmdline()[:1]
-                and process.cmdline()[0].startswith("ray::")
-                and "Agent" not in process.cmdline()[0]
-            ):
-                found.append(process)
-    return found
-
-
-def _is_there(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def _wait_until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"{what} was not there within {seconds} s"
-        time.sleep(0.1)  # between two looks; the condition decides
-
-
+@pytest.mark.usefixtures("ray_cluster")
 def test_a_killed_driver_leaves_nothing_behind_and_the_same_command_goes_on(
     models: Path, uninterrupted: Editor, tmp_path: Path
 ) -> None:
@@ -119,31 +89,25 @@ def test_a_killed_driver_leaves_nothing_behind_and_the_same_command_goes_on(
 
     config = make_platform_config("gpt2", models, training=STEPS, tracking={"enabled": True})
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(json.loads(config.model_dump_json())))
-    command = [sys.executable, "-m", "malmen.platform.train", "config.yaml", "--out", "run", "--json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment.pop("RAY_ADDRESS", None)
-    driver = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    wait_until(lambda: not role_processes(), "the end of the tests before")
+    driver = start_driver([sys.executable, "-m", "malmen.platform.train", "config.yaml", "--out", "run"], tmp_path)
     history = tmp_path / "run" / "history.jsonl"
     try:
-        _wait_until(lambda: history.exists() and len(history.read_text().splitlines()) >= 4, "step 4", 150)
-        actors = _actors(driver.pid)
-        assert len(actors) >= 2
+        wait_until(lambda: history.exists() and len(history.read_text().splitlines()) >= 4, "step 4", 150, driver)
+        assert len(role_processes()) >= 3
     finally:
-        driver.send_signal(signal.SIGKILL)
+        driver.kill()
         driver.wait(30)
-    _wait_until(lambda: not any(map(_is_there, actors)), "the end of all actors")
+    wait_until(lambda: not role_processes(), "the end of all actors")
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     run_id = json.loads((tmp_path / "run" / "run.json").read_text())["facts"]["mlflow_run"]
-    _wait_until(lambda: client.get_run(run_id).info.status == "KILLED", "the end of the MLflow run")
+    wait_until(lambda: client.get_run(run_id).info.status == "KILLED", "the end of the MLflow run")
 
-    again = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
-    assert again.returncode == 0, again.stderr
-    assert "going on from step 3" in again.stderr or "going on from step 6" in again.stderr
-    result = json.loads(again.stdout)
-    assert (result["steps"], result["tracking_run"]) == (8, run_id)
-    assert result["registered"].startswith("models:/malmen-gpt2/")
+    said: list[str] = []
+    again = train(config, tmp_path / "run", listener=Listener(event=said.append))
+    assert said[0].startswith(("going on from step 3", "going on from step 6"))
+    assert (again.steps, again.tracking_run) == (8, run_id)
+    assert again.registered is not None and again.registered.uri.startswith("models:/malmen-gpt2/")
     assert client.get_run(run_id).info.status == "FINISHED"
     assert_same_editor(tmp_path / "run", uninterrupted)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from typing import Any
@@ -107,6 +108,15 @@ def test_draws_depend_on_seed_and_number_alone_and_stay_in_their_ranges() -> Non
     coefs = [params["training.locality_coef"] for params in drawn]
     assert 0.1 <= min(coefs) < max(coefs) <= 10
     assert abs(sum(math.log10(coef) for coef in coefs) / len(coefs)) < 0.15  # as many below 1 as above
+
+
+def test_a_few_random_trials_are_spread_over_every_range() -> None:
+    parameters = {name: {"low": 0.0, "high": 1.0} for name in ("training.locality_coef", "editor.damping")}
+    drawn = [draw(space(parameters=parameters, seed=seed), number) for seed in range(5) for number in range(8)]
+    for name in parameters:
+        for seed in range(5):
+            places = sorted(params[name] for params in drawn[8 * seed : 8 * seed + 8])
+            assert max(high - low for low, high in itertools.pairwise([0.0, *places, 1.0])) < 0.35
 
 
 def test_whole_numbers_are_drawn_where_the_setting_is_whole_not_where_the_range_looks_so() -> None:

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import html
 import json
-import os
-import subprocess
 import sys
-import time
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-import ray
 import yaml
 from mlflow import MlflowClient
 from platform_runs import make_platform_config
+from processes import role_processes, start_driver, wait_until
 from torch.testing import assert_close
 
 from malmen.checkpoint import latest_checkpoint, load_editor
@@ -74,9 +68,12 @@ def swept(home: Path, request: pytest.FixtureRequest) -> SweepResult:
     folder.begin(with_evaluations(config, space)[0], space)
     for number, params in enumerate(TRIALS):
         folder.put(TrialRecord(number, params))
-    driver = start_driver(config, space, home)
+    for name, settings in (("config", config), ("space", space)):
+        (home / f"{name}.yaml").write_text(yaml.safe_dump(settings.model_dump(mode="json")))
+    command = [sys.executable, "-m", "malmen.tune.sweep", "config.yaml", "sweep.concurrent=1"]
+    driver = start_driver([*command, "--space", "space.yaml", "--out", "sweep"], home)
     try:
-        wait_until(lambda: is_under_way(folder, 0), "the first trial", driver)
+        wait_until(lambda: is_under_way(folder, 0), "the first trial", 150, driver)
     finally:
         driver.kill()
         driver.wait(30)
@@ -85,30 +82,10 @@ def swept(home: Path, request: pytest.FixtureRequest) -> SweepResult:
         return sweep(config, space, folder.path)
 
 
-def start_driver(config: Config, space: SweepConfig, folder: Path) -> subprocess.Popen[bytes]:
-    """`python -m malmen.tune.sweep` on the tests' cluster, in a process of its own."""
-    for name, settings in (("config", config), ("space", space)):
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(settings.model_dump(mode="json")))
-    command = [sys.executable, "-m", "malmen.tune.sweep", "config.yaml", "sweep.concurrent=1"]
-    command += ["--space", "space.yaml", "--out", "sweep"]
-    address = ray.get_runtime_context().gcs_address
-    environment = {**os.environ, "RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"}
-    with (folder / "driver.log").open("wb") as log:
-        return subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
-
-
 def is_under_way(folder: SweepFolder, number: int) -> bool:
     """Whether this trial has been evaluated and has not ended."""
     trial = folder.get(number)
     return trial is not None and not trial.ended and trial.last is not None
-
-
-def wait_until(condition: Callable[[], bool], what: str, driver: subprocess.Popen[bytes], seconds: float = 150) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert driver.poll() is None, "the driver has ended"
-        assert time.monotonic() < end, f"{what} was not there within {seconds} s"
-        time.sleep(0.05)  # between two looks; the condition decides
 
 
 def runs(home: Path) -> dict[str, Any]:
@@ -205,19 +182,7 @@ def test_a_sweep_that_has_ended_is_not_run_again(swept: SweepResult, home: Path)
 
 
 def test_nothing_of_a_sweep_is_left_running(swept: SweepResult) -> None:
-    roles = tuple(f"ray::{role}" for role in ("SweepTrial", "UnsoundTrial", "HypernetActor", "RayTrainWorker", "Board"))
-
-    def left() -> list[str]:
-        found = []
-        for process in psutil.Process().children(recursive=True):
-            with suppress(psutil.NoSuchProcess, IndexError):
-                found += [name for name in process.cmdline()[:1] if name.startswith(roles)]
-        return found
-
-    end = time.monotonic() + 60
-    while names := left():
-        assert time.monotonic() < end, names
-        time.sleep(0.1)  # between two looks
+    wait_until(lambda: not role_processes(), "the end of all roles")
 
 
 def test_a_space_that_does_not_fit_the_model_is_an_error_before_anything_is_written(home: Path, tmp_path: Path) -> None:
