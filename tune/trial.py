@@ -55,16 +55,14 @@ class SweepTrial(Trainable):
         return run
 
     def step(self) -> dict[str, Any]:
-        """Wait for the next evaluation."""
-        if self.known is None:
-            self.known = self._begin()
-        if self.known:
-            judgement = self.known.popleft()
-            return self._result(judgement, done=self.record.ended and not self.known and self.record.status != "failed")
-        if self.run is None:
-            return self._failed_result()
+        """The next evaluation; what goes wrong fails this trial and not the sweep."""
         try:
-            return self._next()
+            if self.known is None:
+                self.known = self._begin()
+            if self.known:
+                judgement, failed = self.known.popleft(), self.record.status == "failed"
+                return self._result(judgement, done=self.record.ended and not self.known and not failed)
+            return self._next() if self.run is not None else self._failed_result()
         except EditError as error:
             self._stop()
             self._write(status="failed", why=str(error))

@@ -181,6 +181,19 @@ def test_a_sweep_that_has_ended_is_not_run_again(swept: SweepResult, home: Path)
     assert "RUNNING" not in {run.info.status for run in runs(home).values()}
 
 
+def test_the_best_trial_can_be_trained_again_for_longer_and_takes_over_the_alias(
+    swept: SweepResult, home: Path
+) -> None:
+    again = sweep(make_config(home), make_space(retrain_steps=5), swept.folder)
+    assert again.trials == swept.trials
+    assert (again.champion.number, again.champion.steps, again.champion.version) == (0, 5, "2")
+    folder = download_editor("models:/malmen-gpt2@champion", f"sqlite:///{home / 'mlflow.db'}")
+    assert load_editor(folder).steps_done == 5
+    retrained = runs(home)["champion-5"]
+    assert retrained.info.status == "FINISHED"
+    assert retrained.data.tags["mlflow.parentRunId"] == swept.tracking_run
+
+
 def test_nothing_of_a_sweep_is_left_running(swept: SweepResult) -> None:
     wait_until(lambda: not role_processes(), "the end of all roles")
 
