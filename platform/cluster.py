@@ -40,7 +40,7 @@ def connected(address: str | None, config: ClusterConfig) -> Iterator[bool]:
 
     The value says whether it is our own; that one ends with the block.
     """
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # each report waits for it; Ray's is 2 s
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # how soon the end of the workers is seen; 2 s
     if ray.is_initialized():
         yield False
         return

@@ -19,3 +19,10 @@ def test_the_board_says_what_everybody_does_now() -> None:
     first, second = board.doing()
     assert first.startswith("LM rank 0: waiting for the shifts of step 3 for ")
     assert second.startswith("LM rank 1: tracing step 3 for ")
+
+
+def test_a_board_says_whether_the_run_shall_end() -> None:
+    board = Board()
+    assert not board.stopped()
+    board.stop()
+    assert board.stopped()

@@ -56,7 +56,8 @@ def test_a_relative_folder_in_a_ray_job_is_wrong_usage(malmen: Run, monkeypatch:
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_client_without_the_token_is_told_what_to_set(tmp_path: Path) -> None:
     address = ray.get_runtime_context().gcs_address
-    found = _train(tmp_path, "--address", address, "--out", "run", HOME=str(tmp_path / "home"))
+    fewer_tries = {"RAY_NUM_REDIS_GET_RETRIES": "2"}  # one a second
+    found = _train(tmp_path, "--address", address, "--out", "run", HOME=str(tmp_path / "home"), **fewer_tries)
     assert (found.returncode, "Traceback" in found.stderr) == (1, False), found.stderr
     assert "RAY_AUTH_MODE=token" in found.stderr
 
