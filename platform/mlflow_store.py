@@ -32,6 +32,12 @@ def connect(uri: str, create: bool = True) -> MlflowClient:
     return MlflowClient(tracking_uri=uri, registry_uri=os.environ.get("MLFLOW_REGISTRY_URI") or uri)
 
 
+def absolute(uri: str) -> str:
+    """The same store for a process that works in another folder."""
+    file = _sqlite_file(uri)
+    return uri if file is None else re.sub(r"^(sqlite(?:\+\w+)?:///)[^?]+", lambda found: f"{found[1]}{file}", uri)
+
+
 def check_reachable(uri: str) -> None:
     """Fail within seconds where MLflow would go on trying for minutes."""
     scheme = re.split(r"[+:]", uri)[0]

@@ -97,7 +97,7 @@ class Tracker:
         with clear_errors(uri), ExitStack() as unless_started:
             client = connect(uri)
             own = {DRIVER_TAG: driver, **_versions(), **({"mlflow.parentRunId": parent} if parent else {})}
-            if run_id is not None and _is_there(client, run_id):
+            if run_id is not None and run_exists(client, run_id):
                 client.set_tag(run_id, DRIVER_TAG, driver)
                 client.update_run(run_id, status="RUNNING")
             else:
@@ -238,7 +238,8 @@ class Tracker:
 # --- pieces ------------------------------------------------------------------------------------------
 
 
-def _is_there(client: MlflowClient, run_id: str) -> bool:
+def run_exists(client: MlflowClient, run_id: str) -> bool:
+    """Whether this store has such a run, and it is not deleted."""
     from mlflow.exceptions import MlflowException
 
     try:

@@ -12,6 +12,7 @@ from malmen.config import Config, parse_config
 from malmen.errors import EditError
 from malmen.platform.mlflow_store import clear_errors, connect
 from malmen.platform.registry import describe_checkpoint, register_editor, registered_name
+from malmen.platform.tracking import run_exists
 from malmen.platform.train import Listener, train
 from malmen.run_folder import run_facts
 from malmen.score import score
@@ -56,11 +57,12 @@ def crown(
     config, place = trial_config(base, sweep, best.params), folder.trial_path(best.number)
     if sweep.retrain_steps:
         listener.event(f"training trial {best.number}'s config again, {sweep.retrain_steps} steps")
-        config, place = _again(config, sweep.retrain_steps), folder.path / f"champion-{sweep.retrain_steps}"
+        config = _again(config, sweep.retrain_steps)
+        place = folder.path / f"champion-{best.number:04d}-{sweep.retrain_steps}"
         _train_again(config, place, parent, listener)
     checkpoint = Path(latest_checkpoint(place))
     state = read_state(checkpoint)
-    version = _register(config, sweep.alias, checkpoint, run_facts(place).get("mlflow_run"))
+    version = _register(config, sweep.alias, checkpoint, run_facts(place).get("mlflow_run"), parent)
     champion = Champion(
         best.number,
         best.params,
@@ -89,14 +91,19 @@ def _train_again(config: Config, place: Path, parent: str | None, listener: Swee
         train(config, place, parent=parent, register=False, listener=Listener(event=listener.event))
 
 
-def _register(config: Config, alias: str, checkpoint: Path, run_id: str | None) -> str | None:
-    """The checkpoint's version in the registry, the same one each time, under the alias."""
-    if not config.tracking.enabled or run_id is None:
+def _register(config: Config, alias: str, checkpoint: Path, run_id: str | None, parent: str | None) -> str | None:
+    """The checkpoint's version in the registry, the same one each time, under the alias.
+
+    A trial whose run is in another store, because the sweep went on with a new one, is registered by the sweep's own.
+    """
+    if not config.tracking.enabled or parent is None:
         return None
     uri = config.tracking.uri
     assert uri is not None
     with clear_errors(uri):
         client, name = connect(uri), registered_name(config)
+        if run_id is None or not run_exists(client, run_id):
+            run_id = parent
         version = _registered_before(client, name, run_id, checkpoint.name)
         if version is None:
             described = describe_checkpoint(checkpoint, config)

@@ -12,6 +12,7 @@ from ray.tune import Callback
 from malmen.config import Config
 from malmen.platform.mlflow_store import brief, connect, shown, store_errors
 from malmen.platform.watcher import DRIVER_TAG
+from malmen.run_folder import run_facts
 from malmen.tune.record import SweepFolder, TrialRecord
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,8 @@ class Follower(Callback):
         return record
 
     def _end(self, record: TrialRecord) -> None:
+        if record.tracking_run is None:  # it was lost before its first evaluation
+            record = replace(record, tracking_run=run_facts(self.folder.trial_path(record.number)).get("mlflow_run"))
         self.folder.put(record)
         end_tracking_run(self.config, record)
         self.listener.ended(record)

@@ -40,6 +40,8 @@ class SweepSearch(Searcher):
             self.folder.put(trial)
         elif self._optuna:
             self._optuna.asked(trial)
+            if trial.ended:  # at once, so that the next ones are drawn as if the sweep had never been away
+                self._optuna.tell(number, trial.last.score if trial.last and trial.status != "failed" else None)
         self._numbers[trial_id] = number
         return {"number": number}
 
@@ -86,7 +88,9 @@ class _Optuna:
     def tell(self, number: int, score: float | None) -> None:
         from optuna.trial import TrialState
 
-        trial = self.trials.pop(number)
+        trial = self.trials.pop(number, None)
+        if trial is None:  # told already
+            return
         if score is None:
             self.study.tell(trial, state=TrialState.FAIL)
         else:

@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 
@@ -52,8 +52,12 @@ def check_space(base: Config, sweep: SweepConfig, model: nn.Module) -> None:
             raise UsageError(f"the space's parameter {name} has no choices")
         if isinstance(values, Range) and sweep.search == "grid":
             raise UsageError(f"a grid needs choices: give {name} a list instead of a range, or another `search`")
+        if isinstance(values, Range) and not is_whole(name) and float not in _types(name):
+            raise UsageError(f"{name} is no number: give it a list of choices instead of a range")
         for value in [values.low, values.high] if isinstance(values, Range) else values:
             trial_config(base, sweep, {name: value})
+    if not sweep.layer_sets:
+        find_layers(model, base.editor.layers, base.editor.ffn)
     for name in sweep.layer_sets:
         chosen = trial_config(base, sweep, {LAYERS: name}).editor
         try:
@@ -97,13 +101,18 @@ def with_evaluations(base: Config, sweep: SweepConfig) -> tuple[Config, int]:
 
 def is_whole(name: str) -> bool:
     """Whether a setting is a number without a fraction."""
+    return int in _types(name)
+
+
+def _types(name: str) -> tuple[Any, ...]:
+    """What a setting may be."""
     section, _, key = name.rpartition(".")
     fields = Config.model_fields
     if section:
         annotation = fields[section].annotation
         assert isinstance(annotation, type) and issubclass(annotation, Section)
         fields = annotation.model_fields
-    return fields[key].annotation in (int, int | None)
+    return get_args(fields[key].annotation) or (fields[key].annotation,)
 
 
 def number_of_trials(sweep: SweepConfig) -> int:

@@ -7,9 +7,10 @@ Tune again, the others go on from their checkpoints.
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,23 +19,23 @@ from typing import Any
 
 import ray
 from ray import tune
+from ray.tune.error import TuneError
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, TrialScheduler
 
 from malmen.config import Config, parse_config
 from malmen.errors import EditError, UsageError
 from malmen.lm import load_skeleton
 from malmen.platform.cluster import Roles, check_room, connected, size_roles
+from malmen.platform.mlflow_store import absolute
 from malmen.platform.tracking import Tracker, tracking_uri
 from malmen.tune.champion import Champion, crown
-from malmen.tune.follow import Follower, SweepListener
+from malmen.tune.follow import Follower, SweepListener, end_tracking_run
 from malmen.tune.record import SweepFolder, TrialRecord
 from malmen.tune.report import write_report
 from malmen.tune.search import SweepSearch
 from malmen.tune.settings import SweepConfig
 from malmen.tune.space import check_space, number_of_trials, with_evaluations
 from malmen.tune.trial import SweepTrial
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -66,12 +67,14 @@ def sweep(
         roles = size_roles(config.cluster, own=own)
         config = _for_trials(config, folder, roles)
         facts = folder.begin(config, space)
+        room = _room(config, roles, ray.cluster_resources() if own else ray.available_resources())
         check_room(config.cluster, roles)
         tags = {"malmen.sweep": str(folder.path)}
         with Tracker.start(config, str(folder.path), tags, facts.get("mlflow_run")) as tracker:
             facts["mlflow_run"] = tracker.run_id
             folder.save(config, space, facts)
-            _run_trials(config, space, folder, grace, roles, tracker, listener)
+            _run_trials(config, space, folder, grace, room, tracker, listener)
+            write_report(folder)  # there is one even if there is no best trial
             champion = crown(config, space, folder, facts, tracker.run_id, listener)
             report = write_report(folder)
             _log(tracker, folder, champion, report)
@@ -92,7 +95,8 @@ def _place(out: str | Path) -> Path:
 def _for_trials(config: Config, folder: SweepFolder, roles: Roles) -> Config:
     """What is the same for all trials: one MLflow store, one cache, and what the roles were found to have."""
     raw = config.model_dump(mode="json")
-    raw["tracking"]["uri"] = tracking_uri(config.tracking, str(folder.path)) if config.tracking.enabled else None
+    uri = tracking_uri(config.tracking, str(folder.path)) if config.tracking.enabled else None
+    raw["tracking"]["uri"] = absolute(uri) if uri else None
     raw["batch"]["cache_dir"] = config.batch.cache_dir or str(folder.cache)
     raw["cluster"] |= {
         "overlap": roles.overlap,
@@ -103,14 +107,21 @@ def _for_trials(config: Config, folder: SweepFolder, roles: Roles) -> Config:
 
 
 def _run_trials(
-    config: Config, space: SweepConfig, folder: SweepFolder, grace: int, roles: Roles, tracker: Tracker,
+    config: Config, space: SweepConfig, folder: SweepFolder, grace: int, room: int, tracker: Tracker,
     listener: SweepListener,
 ) -> None:  # fmt: skip
     total = number_of_trials(space)
-    if len(_ended(folder)) == total:  # only what comes after the trials was interrupted
+    ended = _ended(folder, total)
+    for trial in ended:  # the sweep may have been killed before it did
+        end_tracking_run(config, trial)
+    if len(ended) == total:  # only what comes after the trials was interrupted
         return
-    concurrent = min(total, space.concurrent or _room(config, roles))
+    concurrent = min(total, space.concurrent or room)
     listener.begun(total, concurrent)
+    if concurrent > room:
+        listener.event(
+            f"the cluster has room for {room} at a time now: the others wait, for cluster.wait_seconds at most"
+        )
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # relative paths of models and data mean what they do here
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the other one prints to standard output even if told not to
     here = f"node:{ray.util.get_node_ip_address()}"  # the driver's records are files of this node
@@ -136,28 +147,51 @@ def _run_trials(
             verbose=0,
         ),
     )
-    tuner.fit()
-    if (ended := len(_ended(folder))) < total:
+    _fit(tuner)
+    if (done := len(_ended(folder, total))) < total:
         raise EditError(
-            f"the sweep was interrupted: {ended} of {total} trials have ended; the same command goes on with the others"
+            f"the sweep was interrupted: {done} of {total} trials have ended; the same command goes on with the others"
         )
     shutil.rmtree(folder.path / ".ray_tune", ignore_errors=True)
 
 
-def _ended(folder: SweepFolder) -> list[TrialRecord]:
-    return [trial for trial in folder.trials() if trial.ended]
+def _fit(tuner: tune.Tuner) -> None:
+    """Ray Tune replaces the handler of Ctrl-C and leaves its own behind."""
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        tuner.fit()
+    except TuneError as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        why = lines[-1] if lines else repr(error)
+        raise EditError(f"the sweep was interrupted: {why}; the same command goes on with it") from error
+    finally:
+        if main:
+            signal.signal(signal.SIGINT, before)
+
+
+def _ended(folder: SweepFolder, total: int) -> list[TrialRecord]:
+    return [trial for trial in folder.trials()[:total] if trial.ended]
 
 
 def _scheduler(config: Config, space: SweepConfig, grace: int) -> TrialScheduler:
     if space.early_stopping == "none":
         return FIFOScheduler()
-    return AsyncHyperBandScheduler(
+    return _Asha(
         time_attr="step", grace_period=grace, max_t=config.training.steps, reduction_factor=space.reduction_factor
     )
 
 
-def _room(config: Config, roles: Roles) -> int:
-    """How many trials the cluster has room for at the same time."""
+class _Asha(AsyncHyperBandScheduler):
+    """What a trial had shown before the sweep was killed fills the rungs again; it is not judged a second time."""
+
+    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
+        decision = super().on_trial_result(tune_controller, trial, result)
+        return str(TrialScheduler.CONTINUE if result["told"] else decision)
+
+
+def _room(config: Config, roles: Roles, there: Mapping[str, float]) -> int:
+    """How many trials there is room for at the same time."""
     needed: dict[str, float] = {}
     for count, resources in (
         (config.cluster.lm_workers, roles.lm),
@@ -165,7 +199,6 @@ def _room(config: Config, roles: Roles) -> int:
     ):
         for name, amount in resources.items():
             needed[name] = needed.get(name, 0.0) + count * amount
-    there: Mapping[str, float] = ray.cluster_resources()
     return max(1, int(min((there.get(name, 0.0) / amount for name, amount in needed.items()), default=1.0)))
 
 

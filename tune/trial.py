@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import queue
 import threading
 import time
@@ -47,7 +46,9 @@ class SweepTrial(Trainable):
                 self._take(step, scores)
             config = trial_config(self.base, self.sweep, self.record.params)
             self.run = self.start(_Run(config, self.folder, self.record.number, self.parent))
-        return deque(self.record.judgements)
+        # The last step's is told when the run has ended too, as by a trial that was never interrupted.
+        steps = self.base.training.steps
+        return deque(found for found in self.record.judgements if self.record.ended or found.step < steps)
 
     def start(self, run: _Run) -> _Run:
         """Set the training going."""
@@ -60,8 +61,11 @@ class SweepTrial(Trainable):
             if self.known is None:
                 self.known = self._begin()
             if self.known:
-                judgement, failed = self.known.popleft(), self.record.status == "failed"
-                return self._result(judgement, done=self.record.ended and not self.known and not failed)
+                judgement = self.known.popleft()
+                done = self.record.ended and not self.known and self.record.status != "failed"
+                # Whether the newest one of a trial under way was judged before the sweep was killed is not known.
+                told = self.record.ended or judgement != self.record.last
+                return self._result(judgement, done=done, told=told)
             return self._next() if self.run is not None else self._failed_result()
         except EditError as error:
             self._stop()
@@ -70,9 +74,7 @@ class SweepTrial(Trainable):
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Another trial in the same process, which has imported everything already."""
-        self._stop()
-        if self.run is not None and self.run.is_alive():
-            os._exit(1)  # it cannot be ended; Ray Tune starts the trial again in a fresh process
+        self._stop()  # one that does not end in time ends later: it has been told to
         self.setup(new_config)  # type: ignore[call-arg]  # tune.with_parameters adds what is missing
         return True
 
@@ -125,13 +127,14 @@ class SweepTrial(Trainable):
         self.record = replace(self.record, tracking_run=run, **changes)
         self.folder.put(self.record)
 
-    def _result(self, judgement: Judgement, *, done: bool) -> dict[str, Any]:
-        return {"step": judgement.step, "score": judgement.score, "failed": "", "done": done}
+    def _result(self, judgement: Judgement, *, done: bool, told: bool = False) -> dict[str, Any]:
+        """What Ray Tune hears; `told`: it was judged before."""
+        return {"step": judgement.step, "score": judgement.score, "failed": "", "done": done, "told": told}
 
     def _failed_result(self) -> dict[str, Any]:
         """The end of a trial that failed: to early stopping, the least score there is."""
         step = self.record.last.step if self.record.last else 0
-        return {"step": step, "score": 0.0, "failed": self.record.why, "done": True}
+        return {"step": step, "score": 0.0, "failed": self.record.why, "done": True, "told": False}
 
     def _stop(self) -> None:
         if self.run is not None:

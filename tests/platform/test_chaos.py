@@ -12,7 +12,7 @@ import pytest
 import yaml
 from chaos import dying_actor, dying_loop
 from platform_runs import make_platform_config
-from processes import role_processes, start_driver, wait_until
+from processes import role_processes, start_driver, wait_until, wait_until_nobody_works
 from torch.testing import assert_close
 
 from malmen.checkpoint import load_editor
@@ -89,7 +89,7 @@ def test_a_killed_driver_leaves_nothing_behind_and_the_same_command_goes_on(
 
     config = make_platform_config("gpt2", models, training=STEPS, tracking={"enabled": True})
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(json.loads(config.model_dump_json())))
-    wait_until(lambda: not role_processes(), "the end of the tests before")
+    wait_until_nobody_works()
     driver = start_driver([sys.executable, "-m", "malmen.platform.train", "config.yaml", "--out", "run"], tmp_path)
     history = tmp_path / "run" / "history.jsonl"
     try:
@@ -98,7 +98,7 @@ def test_a_killed_driver_leaves_nothing_behind_and_the_same_command_goes_on(
     finally:
         driver.kill()
         driver.wait(30)
-    wait_until(lambda: not role_processes(), "the end of all actors")
+    wait_until_nobody_works()
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     run_id = json.loads((tmp_path / "run" / "run.json").read_text())["facts"]["mlflow_run"]
     wait_until(lambda: client.get_run(run_id).info.status == "KILLED", "the end of the MLflow run")

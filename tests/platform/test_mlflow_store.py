@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from malmen.errors import EditError
-from malmen.platform.mlflow_store import clear_errors, connect, find_experiment, safe_name, shown
+from malmen.platform.mlflow_store import absolute, clear_errors, connect, find_experiment, safe_name, shown
 
 
 @pytest.fixture
@@ -67,3 +67,12 @@ def test_passwords_are_not_shown() -> None:
 
 def test_any_name_becomes_one_that_mlflow_takes() -> None:
     assert safe_name("transformer.h.0/lr (λ)[1]") == "transformer.h.0/lr ____1_"
+
+
+def test_a_store_is_the_same_for_a_process_that_works_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert absolute("sqlite:///runs/mlflow.db") == f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}"
+    for uri in (f"sqlite:///{tmp_path / 'a.db'}", "http://host:5000", "postgresql://user@host/db"):
+        assert absolute(uri) == uri

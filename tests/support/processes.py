@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 import psutil
 import ray
 
-ROLES = ("HypernetActor", "RayTrainWorker", "TrainController", "Board", "SweepTrial", "UnsoundTrial")
+ROLES = ("HypernetActor", "RayTrainWorker", "Board", "SweepTrial", "UnsoundTrial")
 
 
 def role_processes() -> list[psutil.Process]:
@@ -23,6 +24,15 @@ def role_processes() -> list[psutil.Process]:
             if process.cmdline()[0].startswith(tuple(f"ray::{role}" for role in ROLES)):
                 found.append(process)
     return found
+
+
+def wait_until_nobody_works(seconds: float = 60) -> None:
+    """Until no role of any run is there; if one stays, it is named."""
+    end = time.monotonic() + seconds
+    while left := role_processes():
+        assert time.monotonic() < end, [(process.pid, process.name()) for process in left]
+        gc.collect()  # an actor lives as long as a handle of it in this process does
+        time.sleep(0.1)  # between two looks
 
 
 def start_driver(command: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:

@@ -88,3 +88,15 @@ def test_a_trial_that_failed_is_told_to_optuna_as_failed(tmp_path: Path) -> None
     assert search._optuna is not None
     states = [trial.state.name for trial in search._optuna.study.trials]
     assert states == ["FAIL", "FAIL", "COMPLETE"]
+
+
+def test_what_ended_before_a_kill_is_known_to_optuna_before_anything_new_is_drawn(tmp_path: Path) -> None:
+    folder, sweep = SweepFolder(tmp_path), space(search="optuna")
+    play(folder, sweep, 3)
+    search = SweepSearch(folder, sweep)
+    for index in range(3):  # all of them at once, as two trials at a time would be
+        search.suggest(f"id{index}")
+    assert search._optuna is not None
+    assert [trial.state.name for trial in search._optuna.study.trials] == ["COMPLETE"] * 3
+    search.on_trial_complete("id0", {"score": 0.0, "failed": ""})  # Ray Tune hears of it later
+    assert search._optuna.study.trials[0].value == folder.trials()[0].judgements[-1].score

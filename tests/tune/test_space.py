@@ -63,6 +63,7 @@ def test_a_layer_set_that_the_model_does_not_have_is_an_error_before_any_trial(m
         ({"editor.rank": {"low": 0, "high": 8}}, "editor.rank"),
         ({"editor.rank": {"low": 1.5, "high": 8}}, "editor.rank"),
         ({"editor.rank": []}, "no choices"),
+        ({"editor.regularisation": {"low": 0, "high": 1}}, "editor.regularisation is no number"),
     ],
 )
 def test_a_parameter_that_no_trial_could_have_is_an_error(
@@ -79,6 +80,12 @@ def test_a_space_that_is_empty_or_a_grid_with_a_range_is_an_error(model: nn.Modu
     ranged = {"training.locality_coef": {"low": 0.1, "high": 1.0}}
     with pytest.raises(UsageError, match="a grid needs choices"):
         check_space(Config(), space(search="grid", parameters=ranged), model)
+
+
+def test_without_layer_sets_the_configs_own_layers_are_checked(model: nn.Module) -> None:
+    sweep = space(layer_sets=[], parameters={"editor.rank": [8]})
+    with pytest.raises(UsageError, match="layer rule 'last:6'"):
+        check_space(Config(), sweep, model)
 
 
 def test_every_editor_setting_of_the_paper_can_be_swept(model: nn.Module) -> None:

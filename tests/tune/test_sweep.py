@@ -12,7 +12,7 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 from platform_runs import make_platform_config
-from processes import role_processes, start_driver, wait_until
+from processes import start_driver, wait_until, wait_until_nobody_works
 from torch.testing import assert_close
 
 from malmen.checkpoint import latest_checkpoint, load_editor
@@ -189,13 +189,13 @@ def test_the_best_trial_can_be_trained_again_for_longer_and_takes_over_the_alias
     assert (again.champion.number, again.champion.steps, again.champion.version) == (0, 5, "2")
     folder = download_editor("models:/malmen-gpt2@champion", f"sqlite:///{home / 'mlflow.db'}")
     assert load_editor(folder).steps_done == 5
-    retrained = runs(home)["champion-5"]
+    retrained = runs(home)["champion-0000-5"]
     assert retrained.info.status == "FINISHED"
     assert retrained.data.tags["mlflow.parentRunId"] == swept.tracking_run
 
 
 def test_nothing_of_a_sweep_is_left_running(swept: SweepResult) -> None:
-    wait_until(lambda: not role_processes(), "the end of all roles")
+    wait_until_nobody_works()
 
 
 def test_a_space_that_does_not_fit_the_model_is_an_error_before_anything_is_written(home: Path, tmp_path: Path) -> None:
