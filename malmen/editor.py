@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,13 @@ from malmen.trace import Traces, trace
 
 if TYPE_CHECKING:  # a process that only holds an editor does not wait for transformers
     from malmen.lm import LanguageModel
+
+
+class LayerWishes(NamedTuple):
+    """Rows are tokens. Under `aggregation: sum` they are pseudo keys and scaled gradients: S = Σ diffᵀ key."""
+
+    keys: Tensor  # u (tokens, key)
+    value_diffs: Tensor  # d (tokens, value)
 
 
 @dataclass
@@ -154,13 +161,29 @@ class Editor(nn.Module):
         _check_finite(solved.shifts)
         return solved
 
+    @torch.no_grad()
+    def wishes(self, traces: Traces) -> dict[str, LayerWishes]:
+        """What the tokens ask of each layer, row by row: all that a set of edits needs to know of a fact."""
+        if self.config.editor.aggregation == "sum":
+            parts = list(self._solve_rows(traces, None))
+            return {
+                name: LayerWishes(
+                    torch.cat([part.pseudo_keys for part in parts if part.layer == name]),
+                    torch.cat([part.scaled_grads for part in parts if part.layer == name]),
+                )
+                for name in traces
+            }
+        diffs = self._value_diffs(traces, None)
+        return {name: LayerWishes(traces[name].keys, diffs[name]) for name in diffs}
+
     def equations(self, traces: Traces) -> dict[str, NormalEquation]:
         """The normal equation of each layer for these traces alone: sets of edits add and subtract."""
-        diffs = self._value_diffs(traces, None)
-        return {name: NormalEquation.of(traces[name].keys, diffs[name]) for name in diffs}
+        return {name: NormalEquation.of(*wishes) for name, wishes in self.wishes(traces).items()}
 
     def solve_equations(self, equations: Mapping[str, NormalEquation]) -> dict[str, Tensor]:
-        """Shifts from summed equations."""
+        """Shifts from summed equations; a sum of shifts (MEND) is their cross term itself."""
+        if self.config.editor.aggregation == "sum":
+            return {name: equation.cross.clone() for name, equation in equations.items()}
         damping = self.damping()
         return {name: equation.solve(damping[name]).shift for name, equation in equations.items()}
 

@@ -75,7 +75,7 @@ class Evaluation:
                 flat[f"{name}_generated{suffix}"] = table[role].generated
         flat["locality_agreement"] = self.locality_agreement
         flat["mean_residual"] = self.mean_residual
-        flat["max_shift_ratio"] = max(self.shift_ratio.values())
+        flat["max_shift_ratio"] = max(self.shift_ratio.values(), default=0.0)
         return flat
 
 

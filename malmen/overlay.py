@@ -26,7 +26,7 @@ def edited(lm: LanguageModel, shifts: Shifts) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for name, shift in shifts.items():
-            module = _linear(lm, name, shift)
+            module = linear_of(lm, name, shift)
             stack.enter_context(_overlay(module)(module, shift.to(lm.device)))
         yield
 
@@ -67,7 +67,8 @@ def merged(module: nn.Module, shift: Tensor) -> Iterator[None]:
         del module.__dict__["forward"]
 
 
-def _linear(lm: LanguageModel, name: str, shift: Tensor) -> nn.Module:
+def linear_of(lm: LanguageModel, name: str, shift: Tensor) -> nn.Module:
+    """The layer that a shift belongs to; EditError where it fits none."""
     try:
         module = lm.model.get_submodule(name)
     except AttributeError:

@@ -1,0 +1,86 @@
+"""Several edits laid over one frozen model at the same time, each over its own rows of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from malmen.lm import LanguageModel
+from malmen.overlay import Shifts, linear_of
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """An edit, ready to be laid over: as much memory as its shifts, and no more work per token than without it."""
+
+    weights: dict[str, Tensor]  # W + S (value, key)
+    shifts: dict[str, Tensor]  # S, where W is in half precision (which would swallow a small S) or sharded
+
+    @classmethod
+    def of(cls, lm: LanguageModel, shifts: Shifts) -> Overlay:
+        """An edit of this model."""
+        weights, added = {}, {}
+        for name, shift in shifts.items():
+            module = linear_of(lm, name, shift)
+            weight = module.get_parameter("weight")
+            if weight.dtype in (torch.float32, torch.float64) and not hasattr(weight, "ds_id"):
+                weights[name] = _upright(module) + shift.to(weight)
+            else:
+                added[name] = shift.to(weight.device, weight.dtype)
+        return cls(weights, added)
+
+    def num_bytes(self) -> int:
+        """The memory it takes."""
+        return sum(part.nbytes for part in (*self.weights.values(), *self.shifts.values()))
+
+
+@contextmanager
+def edited_rows(lm: LanguageModel, overlays: Sequence[tuple[Overlay | None, int]]) -> Iterator[None]:
+    """Inside, the first rows of every batch see the first edit, and so on: (edit or None, number of rows)."""
+    names = {name for overlay, _ in overlays if overlay for name in (*overlay.weights, *overlay.shifts)}
+    changed: list[nn.Module] = []
+    try:
+        for name in names:
+            module = lm.model.get_submodule(name)
+            assert "forward" not in module.__dict__, f"{name} is edited already"
+            module.__dict__["forward"] = _forward(module, name, overlays)
+            changed.append(module)
+        yield
+    finally:
+        for module in changed:
+            del module.__dict__["forward"]
+
+
+def _forward(
+    module: nn.Module, name: str, overlays: Sequence[tuple[Overlay | None, int]]
+) -> Callable[[Tensor], Tensor]:
+    bias = module._parameters.get("bias")
+    plain = type(module).forward
+    sizes = [rows for _, rows in overlays]
+
+    def part(overlay: Overlay | None, keys: Tensor) -> Tensor:
+        if overlay and name in overlay.weights:
+            return F.linear(keys, overlay.weights[name], bias)
+        values: Tensor = plain(module, keys)
+        return values + F.linear(keys, overlay.shifts[name]) if overlay and name in overlay.shifts else values
+
+    def forward(keys: Tensor) -> Tensor:
+        if len(overlays) == 1:
+            return part(overlays[0][0], keys)
+        assert keys.shape[0] == sum(sizes), (tuple(keys.shape), sizes)
+        pieces = zip(overlays, keys.split(sizes), strict=True)
+        return torch.cat([part(overlay, some) for (overlay, _), some in pieces])
+
+    return forward
+
+
+def _upright(module: nn.Module) -> Tensor:
+    """W as (value, key)."""
+    weight = module.get_parameter("weight")
+    return weight.T if isinstance(module, Conv1D) else weight

@@ -1,0 +1,71 @@
+"""A version that is computed and measured, and not yet recorded; and what callers are told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from malmen.edit_set import EditSet, FactRows
+from malmen.serve.changes import Plan, fact_report
+from malmen.serve.guards import Measured
+from malmen.serve.problems import Problem
+
+
+@dataclass
+class Candidate:
+    """What a batch of plans comes to."""
+
+    plans: Sequence[Plan]
+    edit_set: EditSet
+    rows: FactRows | None  # of the new facts, in the order of the plans
+    shifts: dict[str, Tensor]
+    measured: Measured
+
+    def predicted(self) -> list[list[list[int]]]:
+        """By request: the most probable answer tokens of its new facts."""
+        rest = iter(self.measured.predicted)
+        return [[next(rest) for _ in plan.new] for plan in self.plans]
+
+    def reply(self, index: int, parent: str | None, made: tuple[str, int, list[str]] | None) -> dict[str, Any]:
+        """What a caller reads; `made` is (version, number, ids of the new edits), or None for a dry run."""
+        plan, predicted = self.plans[index], self.predicted()[index]
+        rows: dict[int, dict[str, Any]] = {
+            at: {"index": at, "id": edit.id, "status": "unchanged", "supersedes": None, **edit.report}
+            for at, edit in plan.unchanged.items()
+        }
+        for place, (new, found) in enumerate(zip(plan.new, predicted, strict=True)):
+            rows[new.index] = {
+                "index": new.index,
+                "id": made[2][place] if made else None,
+                "status": "added",
+                "supersedes": new.supersedes,
+                **fact_report(new, found),
+            }
+        return {
+            "version": made[0] if made else None,
+            "number": made[1] if made else None,
+            "parent": parent,
+            "dry_run": made is None,
+            "edits": [rows[at] for at in sorted(rows)],
+            "removed": [name for name, how in plan.ended.items() if how == "removed"],
+            "num_facts": self.edit_set.num_facts,
+            "guard": self.measured.report(),
+        }
+
+    def refused(self, reasons: list[str]) -> Problem:
+        """The answer to the one request of a candidate that may not be published."""
+        plan, predicted = self.plans[0], self.predicted()[0]
+        facts = [
+            {"index": new.index, "prompt": new.fact.prompt, **fact_report(new, found)}
+            for new, found in zip(plan.new, predicted, strict=True)
+        ]
+        return Problem(
+            422,
+            "the version was not published: " + "; ".join(reasons),
+            reasons=reasons,
+            facts=facts,
+            guard=self.measured.report(),
+        )

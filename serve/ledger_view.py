@@ -1,0 +1,231 @@
+"""What stands in the ledger, for whoever only reads it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, func, select
+from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from malmen.serve import tables
+from malmen.serve.chain import Entry, first_break
+from malmen.serve.problems import Problem
+
+LIVE, BASE = "live", "base"
+
+
+@dataclass(frozen=True)
+class Version:
+    """An immutable state of the model: a set of facts, and the shifts that make them hold."""
+
+    id: str
+    number: int
+    parent: str | None
+    shifts: str | None  # the blob; None for the unedited model
+    num_facts: int
+    report: dict[str, Any]
+    actor: str
+    at: str
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One correction."""
+
+    id: str
+    number: int
+    version: str
+    prompt: str
+    answer: str
+    rows: str
+    position: int
+    actor: str
+    at: str
+    report: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A name that moves from version to version."""
+
+    name: str
+    version: str
+    revision: int
+    at: str
+
+
+class LedgerView:
+    """The ledger at a database URL."""
+
+    def __init__(self, url: str) -> None:
+        self.engine = tables.open_engine(url)
+        self._members: dict[str, frozenset[str]] = {}  # by version: they are immutable
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Give up the connections."""
+        self.engine.dispose()
+
+    def alias(self, name: str) -> Alias | None:
+        """An alias by name."""
+        with self._reading() as connection:
+            row = connection.execute(select(tables.aliases).filter_by(name=name)).mappings().first()
+        return Alias(**row) if row else None
+
+    def aliases(self) -> list[Alias]:
+        """All of them, by name."""
+        with self._reading() as connection:
+            rows = connection.execute(select(tables.aliases).order_by(tables.aliases.c.name)).mappings().all()
+        return [Alias(**row) for row in rows]
+
+    def resolve(self, name: str) -> Version:
+        """The version of an alias or id; a Problem where there is none."""
+        with self._reading() as connection:
+            there = connection.execute(select(tables.aliases.c.version).filter_by(name=name)).scalar()
+            row = connection.execute(select(tables.versions).filter_by(id=there or name)).mappings().first()
+            if row is None:
+                known = connection.execute(select(tables.aliases.c.name)).scalars().all()
+                raise Problem(404, f"there is no version or alias {name!r}; aliases: {', '.join(sorted(known))}")
+        return _version(row)
+
+    def versions(self, limit: int = 100, before: int | None = None) -> list[Version]:
+        """The newest first, those with a number below `before`."""
+        query = select(tables.versions).order_by(tables.versions.c.number.desc()).limit(limit)
+        if before is not None:
+            query = query.where(tables.versions.c.number < before)
+        with self._reading() as connection:
+            return [_version(row) for row in connection.execute(query).mappings()]
+
+    def last_number(self) -> int:
+        """The number of the newest version."""
+        with self._reading() as connection:
+            return int(connection.execute(select(func.max(tables.versions.c.number))).scalar_one())
+
+    def edit(self, name: str) -> Edit | None:
+        """A correction by id."""
+        return next(iter(self.edits_by_id([name])), None)
+
+    def edits_by_id(self, names: Sequence[str]) -> list[Edit]:
+        """Corrections by id, in the order they were made."""
+        found: list[Edit] = []
+        with self._reading() as connection:
+            for first in range(0, len(names), 500):  # databases limit the parameters of a statement
+                query = select(tables.edits).where(tables.edits.c.id.in_(names[first : first + 500]))
+                found += [_edit(row) for row in connection.execute(query).mappings()]
+        return sorted(found, key=lambda edit: edit.number)
+
+    def edits(self, limit: int = 100, before: int | None = None) -> list[Edit]:
+        """The newest first, those with a number below `before`."""
+        query = select(tables.edits).order_by(tables.edits.c.number.desc()).limit(limit)
+        if before is not None:
+            query = query.where(tables.edits.c.number < before)
+        with self._reading() as connection:
+            return [_edit(row) for row in connection.execute(query).mappings()]
+
+    def ended(self, names: Sequence[str]) -> dict[str, list[tuple[str, str]]]:
+        """By correction: the versions that ended it, and how."""
+        found: dict[str, list[tuple[str, str]]] = {}
+        query = select(tables.changes).where(tables.changes.c.edit.in_(names), tables.changes.c.kind != "added")
+        with self._reading() as connection:
+            for row in connection.execute(query).mappings():
+                found.setdefault(row["edit"], []).append((row["version"], row["kind"]))
+        return found
+
+    def changes(self, version: str) -> list[tuple[str, str]]:
+        """(correction, how) of one version."""
+        with self._reading() as connection:
+            rows = connection.execute(select(tables.changes.c.edit, tables.changes.c.kind).filter_by(version=version))
+            return [(edit, kind) for edit, kind in rows]
+
+    def members(self, version: str) -> frozenset[str]:
+        """The corrections that hold in a version: its parent's, and what it added and ended."""
+        with self._lock, self._reading() as connection:
+            path, current = [], version
+            while current not in self._members:
+                path.append(current)
+                parent = connection.execute(select(tables.versions.c.parent).filter_by(id=current)).scalar()
+                if parent is None:
+                    break
+                current = parent
+            held = set(self._members.get(current, ()))
+            for name in reversed(path):
+                rows = connection.execute(select(tables.changes.c.edit, tables.changes.c.kind).filter_by(version=name))
+                for edit, kind in rows:
+                    (held.add if kind == "added" else held.discard)(edit)
+            if len(self._members) > 64:
+                self._members.clear()
+            return self._members.setdefault(version, frozenset(held))
+
+    def descends(self, version: str, ancestor: str) -> bool:
+        """Whether `version` is `ancestor` or was built on it."""
+        with self._reading() as connection:
+            current: str | None = version
+            while current is not None and current != ancestor:
+                current = connection.execute(select(tables.versions.c.parent).filter_by(id=current)).scalar()
+        return current is not None
+
+    def replay(self, actor: str, key: str) -> tuple[str, dict[str, Any]] | None:
+        """The request's hash and the reply that an idempotency key stands for."""
+        with self._reading() as connection:
+            row = connection.execute(select(tables.replays).filter_by(actor=actor, key=key)).mappings().first()
+        return (row["request"], json.loads(row["reply"])) if row else None
+
+    def audit(self, after: int = -1, limit: int = 100) -> list[Entry]:
+        """Entries from the oldest on, those beyond `after`."""
+        query = select(tables.entries).where(tables.entries.c.seq > after).order_by(tables.entries.c.seq).limit(limit)
+        with self._reading() as connection:
+            return [Entry(**{**row, "body": json.loads(row["body"])}) for row in connection.execute(query).mappings()]
+
+    def verify(self) -> dict[str, Any]:
+        """Whether every entry is what was written, and the corrections are what the entries say."""
+        count, previous, said = 0, "0" * 64, {}
+        while some := self.audit(count - 1, 1000):
+            broken = first_break(some, previous, count)
+            if broken is not None:
+                return {"intact": False, "entries": count, "broken_at": broken}
+            for entry in some:
+                for name, *fact in entry.body.get("added", ()):
+                    said[name] = fact
+            count, previous = some[-1].seq + 1, some[-1].hash
+        query = select(tables.edits)
+        with self._reading() as connection:
+            found = {
+                row["id"]: [row["prompt"], row["answer"], row["rows"], row["position"]]
+                for row in connection.execute(query).mappings()
+            }
+            head = connection.execute(select(tables.marks.c.value).filter_by(name="head")).scalar_one()
+        differing = sorted(name for name in said.keys() | found.keys() if said.get(name) != found.get(name))
+        if differing or head != f"{count - 1} {previous}":
+            return {"intact": False, "entries": count, "broken_at": None, "edits": differing[:20]}
+        return {"intact": True, "entries": count, "head": previous}
+
+    @contextmanager
+    def _reading(self) -> Iterator[Connection]:
+        with told_as_problems(), self.engine.connect() as connection, connection.begin():
+            yield connection
+
+
+@contextmanager
+def told_as_problems() -> Iterator[None]:
+    """A database that fails is the service's trouble, not the caller's: 503, to be tried again."""
+    try:
+        yield
+    except IntegrityError as error:
+        raise Problem(409, "somebody else changed the same thing at the same time; ask again") from error
+    except (DBAPIError, PoolTimeout) as error:
+        reason = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
+        raise Problem(503, f"the ledger's database does not answer: {reason}") from error
+
+
+def _version(row: Mapping[Any, Any]) -> Version:
+    return Version(**{**row, "report": json.loads(row["report"])})
+
+
+def _edit(row: Mapping[Any, Any]) -> Edit:
+    return Edit(**{**row, "report": json.loads(row["report"])})

@@ -1,0 +1,296 @@
+"""The editing service: all of its logic, without a server.
+
+Facts form a set. A change is planned against the facts that hold now, the new facts are traced on the unedited model,
+the normal equations are added and subtracted, one solve gives the new version, guards look at it, and only then is it
+recorded and made live. What is refused changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from malmen.data.records import Fact
+from malmen.edit_set import EditSet, FactRows, fact_rows
+from malmen.editor import Editor
+from malmen.errors import EditError
+from malmen.facts import fact_encoder
+from malmen.lm import LanguageModel
+from malmen.serve.blobs import BlobStore, as_stored
+from malmen.serve.candidate import Candidate
+from malmen.serve.chain import canonical, digest
+from malmen.serve.changes import Change, LiveFacts, Plan, fact_report, make_plan
+from malmen.serve.guards import Guards, Measured
+from malmen.serve.ledger import AcceptedRequest, Ledger, NewEdit, Publication
+from malmen.serve.ledger_view import LIVE, Alias
+from malmen.serve.problems import Problem
+
+log = logging.getLogger(__name__)
+Outcome = dict[str, Any] | Problem  # what a request is answered
+_TRIES = 5  # a batch is computed again this often when `live` is moved meanwhile
+
+
+class EditService:
+    """The one writer."""
+
+    def __init__(self, lm: LanguageModel, editor: Editor, ledger: Ledger, blobs: BlobStore, guards: Guards) -> None:
+        self.lm, self.editor, self.ledger, self.blobs, self.guards = lm, editor.to(lm.device), ledger, blobs, guards
+        self.encoder = fact_encoder(lm, editor.config.data)
+        self.epoch = ledger.take_over()
+        self._turn = threading.RLock()  # the model takes one at a time
+        self._at: Alias | None = None
+        self.live, self.edit_set = LiveFacts(), EditSet(self.editor)
+        self._number = 0
+        with self._turn:
+            self._catch_up()
+
+    def apply(self, changes: Sequence[Change]) -> list[Outcome]:
+        """Answer these requests with as few solves as their contents allow; each is done wholly or not at all."""
+        outcomes: dict[int, Outcome] = {}
+        waiting = dict(enumerate(changes))
+        with self._turn:
+            for _ in range(len(changes) + _TRIES):
+                if waiting:
+                    waiting = self._round(waiting, outcomes)
+        for index in waiting:
+            outcomes[index] = Problem(503, "`live` is moved again and again; ask again", retry_after=1)
+        return [outcomes[index] for index in range(len(changes))]
+
+    def prepare(self, facts: Sequence[Fact], on_facts: Callable[[int], None], at_once: int = 64) -> FactRows:
+        """The rows of many facts, some at a time, so that others get their turn in between."""
+        encoded = [self.encoder.encode(fact) for fact in facts]
+        parts = []
+        for first in range(0, len(encoded), at_once):
+            with self._turn:
+                parts.append(fact_rows(self.lm, self.editor, encoded[first : first + at_once]))
+            on_facts(min(first + at_once, len(encoded)))
+        return FactRows.joined(parts)
+
+    def shifts(self) -> dict[str, Tensor]:
+        """What is live now, in float64."""
+        with self._turn:
+            self._catch_up()
+            return self.edit_set.shifts()
+
+    # --- one round: changes that do not meet ---------------------------------------------------------------
+
+    def _round(self, waiting: dict[int, Change], outcomes: dict[int, Outcome]) -> dict[int, Change]:
+        """Do as many as can be done in one solve; gives back the others."""
+        plans: dict[int, Plan] = {}
+        later: dict[int, Change] = {}
+        touched: set[str] = set()
+        try:
+            self._catch_up()
+            for index, change in waiting.items():
+                done = self._replayed(change)
+                if done is not None:
+                    outcomes[index] = done
+                    continue
+                try:
+                    plan = make_plan(change, self.live, self._version, self.encoder)
+                except Problem as problem:
+                    outcomes[index] = problem
+                    continue
+                if plans and (change.dry_run or touched & plan.touches()):
+                    later[index] = change
+                    continue
+                plans[index] = plan
+                touched |= plan.touches()
+                if change.dry_run:  # by itself: nothing of it will be there for the others
+                    later.update({other: it for other, it in waiting.items() if other > index})
+                    break
+            return {**self._do(plans, outcomes), **later}
+        except Problem as problem:
+            outcomes.update({index: problem for index in waiting if index not in outcomes})
+        except OSError as error:
+            broken = Problem(503, f"the store cannot be written: {error.strerror or error}", retry_after=5)
+            outcomes.update({index: broken for index in waiting if index not in outcomes})
+        self._at = None  # whatever was recorded, the next round reads the ledger
+        return {}
+
+    def _do(self, plans: dict[int, Plan], outcomes: dict[int, Outcome]) -> dict[int, Change]:
+        """Publish these together; gives back those that must be planned again."""
+        idle = {index: plan for index, plan in plans.items() if not plan.new and not plan.ended}
+        for index, plan in idle.items():
+            outcomes[index] = self._unchanged(plan)
+        busy = {index: plan for index, plan in plans.items() if index not in idle}
+        return self._publish(busy, self._trace(list(busy.values())), outcomes) if busy else {}
+
+    def _publish(
+        self, plans: dict[int, Plan], rows: FactRows | None, outcomes: dict[int, Outcome]
+    ) -> dict[int, Change]:
+        """Solve, look, record. A batch that is refused is cut in two, so that nobody is refused for another's facts."""
+        candidate = self._solve(list(plans.values()), rows)
+        refusals = self._refusals(candidate)
+        if any(refusals):
+            if len(plans) == 1:
+                outcomes[next(iter(plans))] = candidate.refused(refusals[0])
+                return {}
+            return self._publish_halves(plans, rows, outcomes)
+        if next(iter(plans.values())).change.dry_run:
+            outcomes[next(iter(plans))] = candidate.reply(0, self._version, None)
+            return {}
+        try:
+            replies = self._record(candidate)
+        except Problem as problem:
+            if problem.status != 409:
+                raise
+            log.info("live was moved while a version was computed: once more")
+            self._at = None
+            return {index: plan.change for index, plan in plans.items()}
+        outcomes.update(zip(plans, replies, strict=True))
+        return {}
+
+    def _publish_halves(
+        self, plans: dict[int, Plan], rows: FactRows | None, outcomes: dict[int, Outcome]
+    ) -> dict[int, Change]:
+        items = list(plans.items())
+        half, again = len(items) // 2, {}
+        first = sum(len(plan.new) for _, plan in items[:half])
+        total = sum(len(plan.new) for _, plan in items)
+        for some, bounds in ((items[:half], range(first)), (items[half:], range(first, total))):
+            part = rows.select(list(bounds)) if rows is not None and len(bounds) else None
+            if again:  # live was moved: the other half too must be planned again
+                again.update({index: plan.change for index, plan in some})
+            else:
+                again.update(self._publish(dict(some), part, outcomes))
+        return again
+
+    def _trace(self, plans: Sequence[Plan]) -> FactRows | None:
+        """The rows of all new facts, in order."""
+        parts = []
+        for plan in plans:
+            if plan.change.rows is not None and plan.new:
+                parts.append(plan.change.rows.select([new.index for new in plan.new]))
+            elif plan.new:
+                parts.append(fact_rows(self.lm, self.editor, [new.encoded for new in plan.new]))
+        return FactRows.joined(parts) if parts else None
+
+    def _solve(self, plans: Sequence[Plan], rows: FactRows | None) -> Candidate:
+        ended = [name for plan in plans for name in plan.ended]
+        changed = self.edit_set.changed([rows] if rows else [], self._stored_rows(ended))
+        try:
+            shifts = changed.shifts()
+        except EditError as error:
+            raise Problem(422, f"these facts cannot be merged: {error}") from error
+        measured = self.guards.measure(shifts, [new.encoded for plan in plans for new in plan.new])
+        return Candidate(plans, changed, rows, shifts, measured)
+
+    def _refusals(self, candidate: Candidate) -> list[list[str]]:
+        """Why each request may not be done, none of which is empty if the version as a whole may not be."""
+        common = self.guards.reasons(candidate.measured)
+        found = []
+        for plan, predicted in zip(candidate.plans, candidate.predicted(), strict=True):
+            held = [row == new.encoded.targets for new, row in zip(plan.new, predicted, strict=True)]
+            wanted = self.guards.config.min_success
+            failed = bool(held) and sum(held) < wanted * len(held)
+            few = f"{sum(held)} of {len(held)} new facts would hold; guard.min_success asks for {wanted:.0%}"
+            found.append([*common, *([few] if failed else [])])
+        return found
+
+    # --- recording ---------------------------------------------------------------------------------------
+
+    def _record(self, candidate: Candidate) -> list[dict[str, Any]]:
+        assert self._at is not None
+        kept = as_stored(candidate.shifts, self.lm.dtype)
+        shifts = self.blobs.put(kept) if kept else None
+        rows = self.blobs.put(candidate.rows.tensors()) if candidate.rows else ""
+        number, members = self._number + 1, iter(range(10**9))
+        added = [
+            tuple(
+                NewEdit(
+                    "e" + uuid.uuid4().hex[:20], new.fact.prompt, new.fact.answer, rows, next(members),
+                    fact_report(new, found),
+                )
+                for new, found in zip(plan.new, predicted, strict=True)
+            )
+            for plan, predicted in zip(candidate.plans, candidate.predicted(), strict=True)
+        ]  # fmt: skip
+        ended = [tuple(plan.ended.items()) for plan in candidate.plans]
+        names = [[new.id for new in some] for some in added]
+        version = "v" + digest(canonical([self._version, number, shifts, names, ended]))[:16]
+        replies = [
+            candidate.reply(index, self._version, (version, number, names[index]))
+            for index in range(len(candidate.plans))
+        ]
+        requests = tuple(
+            AcceptedRequest(
+                plan.change.actor, added[index], ended[index], replies[index], plan.change.key,
+                plan.change.fingerprint(), plan.change.job,
+            )
+            for index, plan in enumerate(candidate.plans)
+        )  # fmt: skip
+        self.ledger.publish(
+            Publication(
+                version, number, self._version, self._at.revision, shifts, candidate.edit_set.num_facts,
+                candidate.measured.report(), requests,
+            ),
+            self.epoch,
+        )  # fmt: skip
+        fresh = self.ledger.edits_by_id([name for some in names for name in some])
+        self.edit_set, self._number = candidate.edit_set, number
+        self.live.discard(name for some in ended for name, _ in some)
+        self.live.add(fresh)
+        self._at = replace(self._at, version=version, revision=self._at.revision + 1)
+        return replies
+
+    def _unchanged(self, plan: Plan) -> dict[str, Any]:
+        """Everything that is asked holds already."""
+        candidate = Candidate([plan], self.edit_set, None, {}, Measured(True, 0.0, None, []))
+        there = self.ledger.resolve(LIVE)
+        made = None if plan.change.dry_run else (there.id, there.number, [])
+        reply = {**candidate.reply(0, there.parent, made), "guard": there.report}
+        if not plan.change.dry_run:
+            self.ledger.remember(plan.change.actor, plan.change.key, plan.change.fingerprint(), reply)
+        return reply
+
+    def _replayed(self, change: Change) -> Outcome | None:
+        known = self.ledger.replay(change.actor, change.key) if change.key else None
+        if known is None:
+            return None
+        request, reply = known
+        if request != change.fingerprint():
+            return Problem(422, f"the Idempotency-Key {change.key!r} was used for another request")
+        return {**reply, "replayed": True}
+
+    # --- where the ledger is -------------------------------------------------------------------------------
+
+    @property
+    def _version(self) -> str:
+        assert self._at is not None
+        return self._at.version
+
+    def _catch_up(self) -> None:
+        """Hold what is live in the ledger: at the start, after a roll-back, and after a failure."""
+        there = self.ledger.alias(LIVE)
+        assert there is not None
+        if self._at and (self._at.version, self._at.revision) == (there.version, there.revision):
+            return
+        wanted = self.ledger.members(there.version)
+        here = self.live.by_id.keys()
+        gone, missing = sorted(here - wanted), self.ledger.edits_by_id(sorted(wanted - here))
+        if gone or missing:
+            log.info("catching up with version %s: %d facts more, %d less", there.version, len(missing), len(gone))
+        self.edit_set = self.edit_set.changed(self._rows_of(missing), self._stored_rows(gone))
+        self.live.discard(gone)
+        self.live.add(missing)
+        self._at, self._number = there, self.ledger.last_number()
+
+    def _stored_rows(self, names: Sequence[str]) -> list[FactRows]:
+        return self._rows_of([self.live.by_id[name] for name in names])
+
+    def _rows_of(self, edits: Sequence[Any]) -> list[FactRows]:
+        """Rows as they were stored when the facts were added, so that what is subtracted is what was added."""
+        places: dict[str, list[int]] = {}
+        for edit in edits:
+            places.setdefault(edit.rows, []).append(edit.position)
+        return [
+            FactRows.of_tensors(self.blobs.get(name)).select(positions).to(self.lm.device)
+            for name, positions in places.items()
+        ]

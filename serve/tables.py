@@ -1,0 +1,126 @@
+"""The ledger's tables, for sqlite and PostgreSQL alike."""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import Any
+
+from sqlalchemy import Column, Connection, Engine, Index, Integer, MetaData, String, Table, Text, create_engine, event
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
+
+from malmen.errors import UsageError
+
+metadata = MetaData()
+
+entries = Table(  # append-only and chained by hashes: the truth, from which all the rest could be made again
+    "entries",
+    metadata,
+    Column("seq", Integer, primary_key=True, autoincrement=False),
+    Column("at", String(32), nullable=False),
+    Column("actor", String(200), nullable=False),
+    Column("kind", String(20), nullable=False),
+    Column("body", Text, nullable=False),  # JSON
+    Column("previous", String(64), nullable=False),
+    Column("hash", String(64), nullable=False),
+)
+versions = Table(
+    "versions",
+    metadata,
+    Column("id", String(20), primary_key=True),
+    Column("number", Integer, nullable=False, unique=True),
+    Column("parent", String(20)),
+    Column("shifts", String(64)),  # the blob; none for the unedited model
+    Column("num_facts", Integer, nullable=False),
+    Column("report", Text, nullable=False),  # JSON
+    Column("actor", String(200), nullable=False),
+    Column("at", String(32), nullable=False),
+)
+edits = Table(
+    "edits",
+    metadata,
+    Column("id", String(40), primary_key=True),
+    Column("number", Integer, nullable=False, unique=True),
+    Column("version", String(20), nullable=False),  # that first held it
+    Column("prompt", Text, nullable=False),
+    Column("answer", Text, nullable=False),
+    Column("rows", String(64), nullable=False),  # the blob with its rows …
+    Column("position", Integer, nullable=False),  # … and which of the blob's facts it is
+    Column("actor", String(200), nullable=False),
+    Column("at", String(32), nullable=False),
+    Column("report", Text, nullable=False),  # JSON
+)
+changes = Table(
+    "changes",
+    metadata,
+    Column("version", String(20), primary_key=True),
+    Column("edit", String(40), primary_key=True),
+    Column("kind", String(12), nullable=False),  # added, removed or superseded
+    Index("changes_by_edit", "edit"),
+)
+aliases = Table(
+    "aliases",
+    metadata,
+    Column("name", String(100), primary_key=True),
+    Column("version", String(20), nullable=False),
+    Column("revision", Integer, nullable=False),  # grows with each move
+    Column("at", String(32), nullable=False),
+)
+replays = Table(
+    "replays",
+    metadata,
+    Column("actor", String(200), primary_key=True),
+    Column("key", String(200), primary_key=True),
+    Column("request", String(64), nullable=False),  # a hash
+    Column("reply", Text, nullable=False),  # JSON
+)
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("id", String(40), primary_key=True),
+    Column("actor", String(200), nullable=False),
+    Column("key", String(200)),
+    Column("request", Text, nullable=False),  # JSON
+    Column("state", String(12), nullable=False),  # queued, running, done or failed
+    Column("done", Integer, nullable=False),  # facts
+    Column("total", Integer, nullable=False),
+    Column("result", Text),  # JSON
+    Column("at", String(32), nullable=False),
+)
+marks = Table(
+    "marks",
+    metadata,
+    Column("name", String(40), primary_key=True),
+    Column("value", Text, nullable=False),
+)
+
+
+def open_engine(url: str) -> Engine:
+    """An engine for the ledger; sqlite in WAL mode, and on the disk at each commit."""
+    try:
+        kind = make_url(url).get_backend_name()
+    except ArgumentError as error:
+        raise UsageError(f"cannot read the database URL: {error}") from error
+    if kind not in ("sqlite", "postgresql"):
+        raise UsageError(f"the ledger keeps to sqlite or postgresql; given a URL of {kind!r}")
+    if kind == "postgresql":
+        # A server that does not answer is told as such, and not waited for without end.
+        options = {"connect_timeout": 5, "options": "-c statement_timeout=15000 -c lock_timeout=10000"}
+        return create_engine(url, pool_pre_ping=True, connect_args=options)
+    engine = create_engine(url, connect_args={"timeout": 10})
+    event.listen(engine, "connect", _set_up_sqlite)
+    event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _set_up_sqlite(connection: Any, _record: Any) -> None:
+    assert isinstance(connection, sqlite3.Connection)
+    connection.isolation_level = None  # Python's own transactions begin too late: see _begin_sqlite
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    """Who will write says so at once: a lock that is asked for half-way cannot be waited for."""
+    writes = connection.get_execution_options().get("writes", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")

@@ -1,0 +1,97 @@
+"""The law of the set: whatever was added and taken back in between, the shift is the one of the facts that are left."""
+
+from __future__ import annotations
+
+import random
+
+import plain
+import pytest
+import torch
+from tiny_models import Setup, make_setup, random_facts
+from torch.testing import assert_close
+
+from malmen.data.tokens import EncodedFact
+from malmen.edit_set import EditSet, FactRows, fact_rows
+from malmen.errors import EditError
+from malmen.trace import Traces
+
+EXACT = {"rtol": 1e-8, "atol": 1e-10}
+
+
+def plain_traces(setup: Setup, facts: list[EncodedFact]) -> Traces:
+    return plain.plain_traces(setup.lm, setup.editor.layers, facts, setup.editor.config.editor.tokens)
+
+
+@pytest.mark.parametrize("aggregation", ["least_squares", "sum"])
+def test_any_walk_of_additions_and_removals_ends_in_the_shift_from_scratch(kind: str, aggregation: str) -> None:
+    setup = make_setup(kind, aggregation=aggregation)
+    facts = random_facts(setup.lm, 40, 1)
+    setup.editor.observe(plain_traces(setup, facts[:20]))
+    rows = [fact_rows(setup.lm, setup.editor, [fact]) for fact in facts]
+    held: set[int] = set()
+    draw = random.Random(5)
+    current = EditSet(setup.editor)
+    for _ in range(100):
+        changed = set(draw.sample(range(len(facts)), draw.randint(1, 6)))
+        added, removed = changed - held, changed & held
+        current = current.changed([rows[fact] for fact in added], [rows[fact] for fact in removed])
+        held = (held | added) - removed
+    assert current.num_facts == len(held) > 5
+    scratch = setup.editor.solve(plain_traces(setup, [facts[fact] for fact in sorted(held)])).shifts
+    for name, shift in current.shifts().items():
+        assert_close(shift, scratch[name], **EXACT)
+
+
+def test_a_set_that_was_emptied_is_the_unedited_model_to_the_last_bit() -> None:
+    setup = make_setup("gpt2")
+    rows = fact_rows(setup.lm, setup.editor, random_facts(setup.lm, 7, 1))
+    full = EditSet(setup.editor).changed([rows])
+    assert full.shifts()
+    assert full.changed(removed=[rows]).shifts() == {}
+
+
+def test_the_rows_of_one_fact_do_not_depend_on_the_facts_beside_it(kind: str) -> None:
+    setup = make_setup(kind, budget=30)
+    facts = random_facts(setup.lm, 9, 3)
+    together = fact_rows(setup.lm, setup.editor, facts)
+    assert len(together) == 9
+    alone = fact_rows(setup.lm, setup.editor, [facts[4], facts[7]])
+    chosen = together.select([4, 7])
+    assert chosen.offsets == alone.offsets
+    for name, wishes in alone.wishes.items():
+        assert_close(tuple(chosen.wishes[name]), tuple(wishes), rtol=1e-9, atol=1e-10)
+
+
+def test_rows_go_through_plain_tensors_unchanged() -> None:
+    setup = make_setup("t5")
+    rows = fact_rows(setup.lm, setup.editor, random_facts(setup.lm, 5, 3))
+    back = FactRows.of_tensors(rows.tensors())
+    assert back.offsets == rows.offsets
+    for name, wishes in rows.wishes.items():
+        assert all(torch.equal(one, other) for one, other in zip(back.wishes[name], wishes, strict=True))
+
+
+def test_a_change_leaves_the_set_it_began_from_as_it_was() -> None:
+    setup = make_setup("llama")
+    first, second = (fact_rows(setup.lm, setup.editor, random_facts(setup.lm, 4, seed)) for seed in (1, 2))
+    one = EditSet(setup.editor).changed([first])
+    before = one.shifts()
+    one.changed([second], [first])
+    for name, shift in one.shifts().items():
+        assert torch.equal(shift, before[name])
+
+
+def test_more_facts_than_there_are_cannot_be_removed() -> None:
+    setup = make_setup("gpt2")
+    rows = fact_rows(setup.lm, setup.editor, random_facts(setup.lm, 3, 1))
+    with pytest.raises(EditError, match="a set that holds none"):
+        EditSet(setup.editor).changed(removed=[rows])
+    with pytest.raises(EditError, match="cannot remove 3 facts from a set of 1"):
+        EditSet(setup.editor).changed([rows.select([0])]).changed(removed=[rows])
+
+
+def test_progress_is_told_batch_by_batch() -> None:
+    setup = make_setup("gpt2", budget=20)
+    told: list[int] = []
+    fact_rows(setup.lm, setup.editor, random_facts(setup.lm, 8, 1), told.append)
+    assert told == sorted(told) and told[-1] == 8 and len(told) > 1

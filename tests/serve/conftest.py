@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+
+def _postgres_bin() -> Path | None:
+    """Where the server's programs are; Debian keeps them off the PATH."""
+    found = [Path(path).parent for path in (shutil.which("initdb"),) if path]
+    found += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    return next((folder for folder in found if (folder / "initdb").exists() and (folder / "pg_ctl").exists()), None)
+
+
+@pytest.fixture(scope="session")
+def fresh_postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], str]]:
+    """URLs of new databases in a real PostgreSQL server, which listens on a socket in a folder and on no port."""
+    programs = _postgres_bin()
+    if programs is None:
+        pytest.skip("PostgreSQL IS NOT INSTALLED: the ledger was tried on sqlite only (apt-get install postgresql)")
+    import psycopg
+
+    folder = Path(os.path.realpath(tmp_path_factory.mktemp("pg")))
+    data, as_user = folder / "data", []
+    if os.geteuid() == 0:  # the server refuses to run as root
+        for path in (folder, *folder.parents):
+            if str(path).startswith("/tmp/"):
+                path.chmod(0o755)
+        shutil.chown(folder, "postgres")
+        as_user = ["runuser", "-u", "postgres", "--"]
+
+    def run(*command: object) -> None:
+        done = subprocess.run([*as_user, *map(str, command)], cwd=folder, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    run(programs / "initdb", "-D", data, "-U", "malmen", "--auth=trust", "--no-sync")
+    options = f"-c listen_addresses='' -k {folder}"
+    run(programs / "pg_ctl", "-D", data, "-l", folder / "log", "-w", "-o", options, "start")
+
+    def fresh() -> str:
+        name = f"ledger_{uuid.uuid4().hex[:8]}"
+        with psycopg.connect(f"host={folder} user=malmen dbname=postgres", autocommit=True) as connection:
+            connection.execute(f"CREATE DATABASE {name}")
+        return f"postgresql+psycopg://malmen@/{name}?host={folder}"
+
+    try:
+        yield fresh
+    finally:
+        run(programs / "pg_ctl", "-D", data, "-m", "immediate", "-w", "stop")
