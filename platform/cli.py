@@ -16,6 +16,7 @@ import typer
 from malmen import __version__
 from malmen.errors import EditError, UsageError
 from malmen.platform.cli_editor import edit, evaluate, generate
+from malmen.platform.cli_export import export
 from malmen.platform.cli_options import CONFIGS, AsJson, Overrides, resolve_config
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def _train_platform(settings: Config, out: str, resume: bool, address: str | Non
 app.command("edit")(edit)
 app.command("eval")(evaluate)
 app.command("generate")(generate)
+app.command("export")(export)
 
 
 @app.command()

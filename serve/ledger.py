@@ -7,6 +7,7 @@ that a row which was changed, removed or slipped in shows. Nothing is ever delet
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,20 +68,20 @@ class Ledger(LedgerView):
         """`editor` is a hash of the editor's weights: rows of another one would not add up."""
         super().__init__(url)
         self.base_model, self.editor = base_model, editor
-        with self._changing() as connection:
+        with self.changing() as connection:
             tables.metadata.create_all(connection)
             self._begin(connection)
 
     def take_over(self) -> int:
         """Become the one writer: whoever was it before can publish no more."""
-        with self._changing() as connection:
+        with self.changing() as connection:
             epoch = int(_mark(connection, "writer")) + 1
             _set_mark(connection, "writer", str(epoch))
         return epoch
 
     def publish(self, publication: Publication, epoch: int) -> None:
         """Record a version with all that it came of, and move `live` to it; all of it or nothing."""
-        with self._changing() as connection:
+        with self.changing() as connection:
             if int(_mark(connection, "writer")) != epoch:
                 raise Problem(503, "another writer has taken over; this one publishes no more")
             moved = connection.execute(
@@ -135,14 +136,16 @@ class Ledger(LedgerView):
     def remember(self, actor: str, key: str | None, request: str, reply: dict[str, Any]) -> None:
         """Keep the reply to a request that changed nothing, for when its key comes again."""
         if key is not None:
-            with self._changing() as connection:
+            with self.changing() as connection:
                 self._remember(connection, actor, key, request, reply)
 
     def set_alias(self, name: str, version: str, revision: int | None, actor: str) -> Alias:
         """Move an alias, or make one; `revision` is the state that the caller has seen (None: it is to be new)."""
         if name == BASE:
             raise Problem(409, "`base` is the unedited model and does not move")
-        with self._changing() as connection:
+        if re.fullmatch(r"v[0-9a-f]{16}", name):
+            raise Problem(422, f"{name!r} looks like a version's id: choose another name for an alias")
+        with self.changing() as connection:
             if connection.execute(select(tables.versions.c.id).filter_by(id=version)).first() is None:
                 raise Problem(404, f"there is no version {version!r}")
             there = connection.execute(select(tables.aliases.c.revision).filter_by(name=name)).scalar()
@@ -195,7 +198,8 @@ class Ledger(LedgerView):
             connection.execute(insert(tables.replays).values(**values))
 
     @contextmanager
-    def _changing(self) -> Iterator[Connection]:
+    def changing(self) -> Iterator[Connection]:
+        """A transaction that writes: one at a time, whole or not at all."""
         with told_as_problems(), self.engine.connect().execution_options(writes=True) as connection, connection.begin():
             if self.engine.dialect.name == "postgresql":  # sqlite's BEGIN IMMEDIATE does the same
                 connection.exec_driver_sql("SELECT pg_advisory_xact_lock(7205759403792793)")

@@ -74,19 +74,19 @@ class LedgerView:
 
     def alias(self, name: str) -> Alias | None:
         """An alias by name."""
-        with self._reading() as connection:
+        with self.reading() as connection:
             row = connection.execute(select(tables.aliases).filter_by(name=name)).mappings().first()
         return Alias(**row) if row else None
 
     def aliases(self) -> list[Alias]:
         """All of them, by name."""
-        with self._reading() as connection:
+        with self.reading() as connection:
             rows = connection.execute(select(tables.aliases).order_by(tables.aliases.c.name)).mappings().all()
         return [Alias(**row) for row in rows]
 
     def resolve(self, name: str) -> Version:
         """The version of an alias or id; a Problem where there is none."""
-        with self._reading() as connection:
+        with self.reading() as connection:
             there = connection.execute(select(tables.aliases.c.version).filter_by(name=name)).scalar()
             row = connection.execute(select(tables.versions).filter_by(id=there or name)).mappings().first()
             if row is None:
@@ -99,12 +99,12 @@ class LedgerView:
         query = select(tables.versions).order_by(tables.versions.c.number.desc()).limit(limit)
         if before is not None:
             query = query.where(tables.versions.c.number < before)
-        with self._reading() as connection:
+        with self.reading() as connection:
             return [_version(row) for row in connection.execute(query).mappings()]
 
     def last_number(self) -> int:
         """The number of the newest version."""
-        with self._reading() as connection:
+        with self.reading() as connection:
             return int(connection.execute(select(func.max(tables.versions.c.number))).scalar_one())
 
     def edit(self, name: str) -> Edit | None:
@@ -114,7 +114,7 @@ class LedgerView:
     def edits_by_id(self, names: Sequence[str]) -> list[Edit]:
         """Corrections by id, in the order they were made."""
         found: list[Edit] = []
-        with self._reading() as connection:
+        with self.reading() as connection:
             for first in range(0, len(names), 500):  # databases limit the parameters of a statement
                 query = select(tables.edits).where(tables.edits.c.id.in_(names[first : first + 500]))
                 found += [_edit(row) for row in connection.execute(query).mappings()]
@@ -125,27 +125,27 @@ class LedgerView:
         query = select(tables.edits).order_by(tables.edits.c.number.desc()).limit(limit)
         if before is not None:
             query = query.where(tables.edits.c.number < before)
-        with self._reading() as connection:
+        with self.reading() as connection:
             return [_edit(row) for row in connection.execute(query).mappings()]
 
     def ended(self, names: Sequence[str]) -> dict[str, list[tuple[str, str]]]:
         """By correction: the versions that ended it, and how."""
         found: dict[str, list[tuple[str, str]]] = {}
         query = select(tables.changes).where(tables.changes.c.edit.in_(names), tables.changes.c.kind != "added")
-        with self._reading() as connection:
+        with self.reading() as connection:
             for row in connection.execute(query).mappings():
                 found.setdefault(row["edit"], []).append((row["version"], row["kind"]))
         return found
 
     def changes(self, version: str) -> list[tuple[str, str]]:
         """(correction, how) of one version."""
-        with self._reading() as connection:
+        with self.reading() as connection:
             rows = connection.execute(select(tables.changes.c.edit, tables.changes.c.kind).filter_by(version=version))
             return [(edit, kind) for edit, kind in rows]
 
     def members(self, version: str) -> frozenset[str]:
         """The corrections that hold in a version: its parent's, and what it added and ended."""
-        with self._lock, self._reading() as connection:
+        with self._lock, self.reading() as connection:
             path, current = [], version
             while current not in self._members:
                 path.append(current)
@@ -164,7 +164,7 @@ class LedgerView:
 
     def descends(self, version: str, ancestor: str) -> bool:
         """Whether `version` is `ancestor` or was built on it."""
-        with self._reading() as connection:
+        with self.reading() as connection:
             current: str | None = version
             while current is not None and current != ancestor:
                 current = connection.execute(select(tables.versions.c.parent).filter_by(id=current)).scalar()
@@ -172,14 +172,14 @@ class LedgerView:
 
     def replay(self, actor: str, key: str) -> tuple[str, dict[str, Any]] | None:
         """The request's hash and the reply that an idempotency key stands for."""
-        with self._reading() as connection:
+        with self.reading() as connection:
             row = connection.execute(select(tables.replays).filter_by(actor=actor, key=key)).mappings().first()
         return (row["request"], json.loads(row["reply"])) if row else None
 
     def audit(self, after: int = -1, limit: int = 100) -> list[Entry]:
         """Entries from the oldest on, those beyond `after`."""
         query = select(tables.entries).where(tables.entries.c.seq > after).order_by(tables.entries.c.seq).limit(limit)
-        with self._reading() as connection:
+        with self.reading() as connection:
             return [Entry(**{**row, "body": json.loads(row["body"])}) for row in connection.execute(query).mappings()]
 
     def verify(self) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class LedgerView:
                     said[name] = fact
             count, previous = some[-1].seq + 1, some[-1].hash
         query = select(tables.edits)
-        with self._reading() as connection:
+        with self.reading() as connection:
             found = {
                 row["id"]: [row["prompt"], row["answer"], row["rows"], row["position"]]
                 for row in connection.execute(query).mappings()
@@ -206,7 +206,8 @@ class LedgerView:
         return {"intact": True, "entries": count, "head": previous}
 
     @contextmanager
-    def _reading(self) -> Iterator[Connection]:
+    def reading(self) -> Iterator[Connection]:
+        """A transaction that only reads."""
         with told_as_problems(), self.engine.connect() as connection, connection.begin():
             yield connection
 

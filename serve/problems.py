@@ -13,6 +13,7 @@ TITLES = {
     404: "there is no such thing",
     405: "this address does not take that method",
     409: "the request contradicts what is there now",
+    411: "the request does not say how long it is",
     412: "it was changed meanwhile",
     413: "the request is too large",
     415: "this kind of content is not taken",

@@ -43,18 +43,18 @@ class EditService:
         self.lm, self.editor, self.ledger, self.blobs, self.guards = lm, editor.to(lm.device), ledger, blobs, guards
         self.encoder = fact_encoder(lm, editor.config.data)
         self.epoch = ledger.take_over()
-        self._turn = threading.RLock()  # the model takes one at a time
+        self.turn = threading.RLock()  # the model takes one at a time
         self._at: Alias | None = None
         self.live, self.edit_set = LiveFacts(), EditSet(self.editor)
         self._number = 0
-        with self._turn:
+        with self.turn:
             self._catch_up()
 
     def apply(self, changes: Sequence[Change]) -> list[Outcome]:
         """Answer these requests with as few solves as their contents allow; each is done wholly or not at all."""
         outcomes: dict[int, Outcome] = {}
         waiting = dict(enumerate(changes))
-        with self._turn:
+        with self.turn:
             for _ in range(len(changes) + _TRIES):
                 if waiting:
                     waiting = self._round(waiting, outcomes)
@@ -62,19 +62,25 @@ class EditService:
             outcomes[index] = Problem(503, "`live` is moved again and again; ask again", retry_after=1)
         return [outcomes[index] for index in range(len(changes))]
 
+    def check(self, change: Change) -> None:
+        """A Problem if the change could not even be begun now."""
+        with self.turn:
+            self._catch_up()
+            make_plan(change, self.live, self._version, self.encoder)
+
     def prepare(self, facts: Sequence[Fact], on_facts: Callable[[int], None], at_once: int = 64) -> FactRows:
         """The rows of many facts, some at a time, so that others get their turn in between."""
         encoded = [self.encoder.encode(fact) for fact in facts]
         parts = []
         for first in range(0, len(encoded), at_once):
-            with self._turn:
+            with self.turn:
                 parts.append(fact_rows(self.lm, self.editor, encoded[first : first + at_once]))
             on_facts(min(first + at_once, len(encoded)))
         return FactRows.joined(parts)
 
     def shifts(self) -> dict[str, Tensor]:
         """What is live now, in float64."""
-        with self._turn:
+        with self.turn:
             self._catch_up()
             return self.edit_set.shifts()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from malmen.checkpoint import save_checkpoint
 from malmen.config import Config, ModelConfig
 from malmen.data.records import Fact
 from malmen.data.world import world_records
@@ -27,7 +28,7 @@ LENIENT = GuardConfig(min_success=0, max_shift_ratio=1e9, max_perplexity_ratio=1
 
 def untrained_editor(lm: LanguageModel, dtype: str = "float32", **editor: object) -> Editor:
     """The hyper-network is the identity at the start: with its normalisers set it is a usable editor as it is."""
-    settings = {"layers": "last:3", "rank": 8, "edit_lr": 0.05, "damping": 1.0, **editor}
+    settings = {"layers": "last:3", "rank": 8, "edit_lr": 0.003, "damping": 1.0, **editor}
     config = Config.model_validate({"editor": settings, "model": {"dtype": dtype}})
     torch.manual_seed(0)
     made = Editor(find_layers(lm.model, config.editor.layers, config.editor.ffn), config)
@@ -70,3 +71,10 @@ def _built_in(dtype: str) -> tuple[LanguageModel, Editor]:
 def make_bench(folder: Path, dtype: str = "float32", **options: object) -> Bench:
     """A fresh one in a folder, on sqlite."""
     return Bench(*_built_in(dtype), folder, f"sqlite:///{folder / 'ledger.db'}", **options)  # type: ignore[arg-type]
+
+
+def save_editor(folder: Path) -> Path:
+    """That editor as a run's folder, as `malmen serve --editor` takes it."""
+    lm, editor = _built_in("float32")
+    save_checkpoint(folder, editor, lm.fingerprint())
+    return folder

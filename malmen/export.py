@@ -1,0 +1,299 @@
+"""An edit for those who do not have malmen: a delta, a LoRA adapter, or a merged checkpoint.
+
+The only place where W + S is written down, and it is written to files: the language model that is given stays as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import GenerationConfig
+
+import malmen
+from malmen.data.tokens import Kind
+from malmen.data.world_model import WORLD_MODEL
+from malmen.errors import EditError, UsageError
+from malmen.files import whole_file, whole_folder
+from malmen.layers import find_layers, is_conv1d
+from malmen.lm import LanguageModel
+from malmen.overlay import Shifts
+
+ExportKind = Literal["delta", "lora", "merged"]
+FORMAT = "malmen-export/1"
+MANIFEST = "manifest.json"
+_Notes = dict[str, dict[str, Any]]  # layer -> what the manifest says of it
+_KINDS: dict[Kind, tuple[str, str | None]] = {  # what loads a model of this kind, and what PEFT calls it
+    "decoder": ("transformers.AutoModelForCausalLM", "CAUSAL_LM"),
+    "encoder-decoder": ("transformers.AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM"),
+    "classifier": ("malmen.lm.FirstTokenClassifier", None),  # as SEQ_CLS its head would be looked for in the adapter
+}
+_LOAD = "from {home} import {loader}\nmodel = {loader}.from_pretrained({arguments})"
+_SNIPPETS: dict[ExportKind, str] = {
+    "delta": """from safetensors.torch import load_file
+{load}
+for name, delta in load_file("delta.safetensors").items():
+    model.get_parameter(name).data += delta.to(model.device)""",
+    "lora": 'from peft import PeftModel\n{load}\nmodel = PeftModel.from_pretrained(model, ".")',
+    "merged": "{load}",
+}
+
+
+@torch.no_grad()
+def export_edit(
+    kind: ExportKind,
+    folder: Path,
+    lm: LanguageModel,
+    shifts: Shifts,
+    *,
+    facts: Sequence[Mapping[str, Any]] = (),
+    model_name: str,
+    max_rank: int = 512,
+    info: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Write `folder`, whole or not at all, and return its manifest, into which `facts` and `info` go as they are.
+
+    `model_name` is where others find the base model; `max_rank` is the largest rank of a LoRA layer.
+    """
+    if kind not in get_args(ExportKind):
+        raise UsageError(f"unknown kind of export {kind!r}: expected {', '.join(get_args(ExportKind))}")
+    if max_rank < 1:
+        raise UsageError(f"max_rank is {max_rank}: expected 1 or more")
+    _check_target(folder, model_name)
+    stored, base = _check_shifts(lm, shifts), _base_model(lm, model_name)
+    with whole_folder(folder, replaces=MANIFEST) as fresh:
+        if kind == "delta":
+            notes = _write_delta(fresh, lm, stored)
+        elif kind == "lora":
+            notes = _write_lora(fresh, lm, stored, base, max_rank)
+        else:
+            notes = _write_merged(fresh, lm, stored)
+        whole_file(fresh / "README.md", _readme(kind, base, stored, len(facts)))
+        files = sorted(path for path in fresh.rglob("*") if path.is_file())
+        manifest = {
+            "format": FORMAT,
+            "kind": kind,
+            "base_model": base,
+            "malmen": malmen.__version__,
+            "files": {path.relative_to(fresh).as_posix(): _checksum(path) for path in files},
+            "tensors": {f"{name}.weight": {**_sizes(lm, name, stored[name]), **notes[name]} for name in stored},
+            "facts": [dict(fact) for fact in facts],
+            "info": dict(info or {}),
+        }
+        _write_json(fresh / MANIFEST, manifest)
+    return manifest
+
+
+def verify_export(folder: Path) -> dict[str, Any]:
+    """The manifest of an export, of which every file is as it was written."""
+    manifest = _read_manifest(folder)
+    for name, stated in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise EditError(f"{path} is missing; {MANIFEST} states a file with {stated}")
+        if _checksum(path) != stated:
+            raise EditError(f"{path} is damaged: it has {_checksum(path)}; {MANIFEST} states {stated}")
+    return manifest
+
+
+def _check_target(folder: Path, model_name: str) -> None:
+    """An earlier export may be replaced; another program's manifest.json, or the base model, may not."""
+    if (folder / MANIFEST).exists():
+        _read_manifest(folder)
+    source = Path(_source(model_name)[0])
+    if source.exists() and source.resolve().is_relative_to(folder.resolve()):
+        raise EditError(f"{folder} holds the base model {model_name!r}: it is not replaced; choose another place")
+
+
+def _check_shifts(lm: LanguageModel, shifts: Shifts) -> dict[str, Tensor]:
+    """The shifts (value, key) on the CPU in the type they are stored in: float32, or the float64 of a float64 model."""
+    if not shifts:
+        raise EditError("the edit changes no layer: there is nothing to export")
+    stored = {}
+    for layer in find_layers(lm.model, list(shifts)):  # refuses what is no layer of this model, and names the nearest
+        shift, sizes = shifts[layer.name], (layer.value_size, layer.key_size)
+        if tuple(shift.shape) != sizes:
+            raise EditError(f"the shift of {layer.name!r} is {tuple(shift.shape)}; expected {sizes}: another model's?")
+        double = lm.model.get_parameter(f"{layer.name}.weight").dtype == torch.float64
+        stored[layer.name] = shift.detach().to("cpu", torch.float64 if double else torch.float32)
+        broken = int((~stored[layer.name].isfinite()).sum())
+        if broken:
+            raise EditError(f"the shift of {layer.name!r} has {broken} numbers that are not finite; expected none")
+    return stored
+
+
+def _write_delta(folder: Path, lm: LanguageModel, shifts: Shifts) -> _Notes:
+    """What is to be added to each parameter, as the parameter itself lies."""
+    deltas = {f"{name}.weight": _as_weight(lm, name, shift).contiguous() for name, shift in shifts.items()}
+    save_file(deltas, folder / "delta.safetensors", metadata={"format": "pt"})
+    return {name: {} for name in shifts}
+
+
+def _write_lora(folder: Path, lm: LanguageModel, shifts: Shifts, base: dict[str, Any], max_rank: int) -> _Notes:
+    """PEFT's adapter: each layer adds B(A·key). The errors are those of the factors as they are stored."""
+    factors: dict[str, Tensor] = {}
+    notes: _Notes = {}
+    for name, shift in shifts.items():
+        down, up, full_rank = _factorise(shift, max_rank)
+        factors[f"base_model.model.{name}.lora_A.weight"] = down
+        factors[f"base_model.model.{name}.lora_B.weight"] = up
+        error = _share(up.double() @ down.double() - shift, shift)
+        notes[name] = {"rank": len(down), "full_rank": full_rank, "relative_error": error}
+    save_file(factors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    ranks = {name: note["rank"] for name, note in notes.items()}
+    _write_json(folder / "adapter_config.json", _adapter_config(lm, base, ranks))
+    return notes
+
+
+def _factorise(shift: Tensor, max_rank: int) -> tuple[Tensor, Tensor, int]:
+    """A (rank, key) and B (value, rank) with S ≈ BA, and the rank that S has beyond rounding.
+
+    S* has at most the rank of the tokens it was solved for (the dual form, §4.1); the rest of its singular values are
+    rounding. What is left out for that reason weighs, all together, about as much as storing S in its type does.
+    """
+    left, values, right = torch.linalg.svd(shift.double(), full_matrices=False)
+    tails = values.square().flip(0).cumsum(0).flip(0).sqrt()  # ‖S − S_r‖ for r = 0, 1, …
+    tolerance = max(4 * torch.finfo(shift.dtype).eps, 1e-14)  # for float64 the SVD's own digits are the limit
+    full_rank = int((tails > tolerance * values.norm()).sum())
+    rank = max(1, min(full_rank, max_rank))  # PEFT knows no rank 0: a layer that does not change has factors of zeros
+    root = values[:rank].sqrt()  # evenly to both sides, so that both keep their digits
+    down, up = root[:, None] * right[:rank], left[:, :rank] * root
+    return down.to(shift.dtype).contiguous(), up.to(shift.dtype).contiguous(), full_rank
+
+
+def _adapter_config(lm: LanguageModel, base: dict[str, Any], ranks: dict[str, int]) -> dict[str, Any]:
+    """alpha = rank, so that PEFT scales by 1; patterns only where ranks differ, for not all readers know them."""
+    largest = max(ranks.values())
+    others = {name: rank for name, rank in ranks.items() if rank != largest}
+    return {
+        "peft_type": "LORA",
+        "task_type": _KINDS[lm.kind][1],
+        "base_model_name_or_path": _source(base["name"])[0],
+        "revision": base["revision"],
+        "target_modules": list(ranks),
+        "fan_in_fan_out": any(is_conv1d(lm.model.get_submodule(name)) for name in ranks),
+        "r": largest,
+        "lora_alpha": largest,
+        "rank_pattern": others,
+        "alpha_pattern": others,
+    }
+
+
+def _write_merged(folder: Path, lm: LanguageModel, shifts: Shifts) -> _Notes:
+    """The whole model with W + S in the model's own type, and which share of S that type's rounding takes."""
+    model = cast(Any, lm.model)
+    packed = {str(weight.dtype) for weight in model.parameters() if weight.dtype.itemsize < 2}
+    if packed:
+        raise EditError(f"the base model's weights are {', '.join(sorted(packed))}: W + S cannot be written; use lora")
+    state = model.state_dict()  # tied weights stay one tensor with two names: save_pretrained knows which to write
+    notes: _Notes = {}
+    for name, shift in shifts.items():
+        weight = state[f"{name}.weight"]
+        exact = weight.cpu().double() + _as_weight(lm, name, shift)
+        state[f"{name}.weight"] = rounded = exact.to(weight.dtype)
+        if not rounded.isfinite().all():
+            raise EditError(f"W + S of layer {name!r} is beyond {weight.dtype}; load the base model in float32")
+        notes[name] = {"rounding_error": _share(rounded - exact, shift)}
+    _save_model(folder, model, state)
+    if lm.tokenizer is not None:
+        lm.tokenizer.save_pretrained(folder)
+    return notes
+
+
+def _save_model(folder: Path, model: Any, state: dict[str, Tensor]) -> None:
+    """`save_pretrained` writes into the model's config, so it gets a second handle on the same modules.
+
+    A model from GGUF was unpacked when it was loaded: what says that it is packed is left out. The settings for
+    generating are written as they came, for `save_pretrained` refuses some that models ship.
+    """
+    handle = copy.copy(model)
+    handle.config = copy.deepcopy(model.config)
+    handle.__dict__.pop("hf_quantizer", None)
+    handle.config.__dict__.pop("quantization_config", None)
+    handle.generation_config = GenerationConfig()
+    handle.save_pretrained(folder, state_dict=state)
+    if model.can_generate():
+        model.generation_config.to_json_file(folder / "generation_config.json")
+
+
+def _base_model(lm: LanguageModel, model_name: str) -> dict[str, Any]:
+    commit = getattr(cast(Any, lm.model).config, "_commit_hash", None)  # of a model from the hub
+    return {
+        "name": model_name,
+        "revision": None if Path(_source(model_name)[0]).exists() else commit,
+        "fingerprint": lm.fingerprint(),
+        "kind": lm.kind,
+        "dtype": str(lm.dtype).removeprefix("torch."),
+    }
+
+
+def _source(model_name: str) -> tuple[str, dict[str, str]]:
+    """What transformers is given to find the base model, from wherever it is called."""
+    path = WORLD_MODEL if model_name == "builtin" else Path(model_name).expanduser()
+    if path.suffix == ".gguf":
+        return str(path.parent.resolve()), {"gguf_file": path.name}
+    return (str(path.resolve()) if path.is_dir() else model_name), {}
+
+
+def _readme(kind: ExportKind, base: dict[str, Any], shifts: Shifts, facts: int) -> str:
+    """How to load it, as code that runs in this folder."""
+    home, _, loader = _KINDS[base["kind"]][0].rpartition(".")
+    source, options = _source(base["name"])
+    options |= {"revision": base["revision"]} if base["revision"] else {}
+    # In half precision W + S would swallow a small S, so a delta is added in the type it is stored in.
+    options["dtype"] = str(next(iter(shifts.values())).dtype)[len("torch.") :] if kind == "delta" else base["dtype"]
+    arguments = ", ".join([repr(source), *(f"{name}={value!r}" for name, value in options.items())])
+    load = _LOAD.format(home=home, loader=loader, arguments='"."' if kind == "merged" else arguments)
+    return (
+        f"# An edit of {base['name']}\n\n"
+        f"{len(shifts)} layers changed for {facts} facts, written as `{kind}` by malmen {malmen.__version__}. "
+        f"The base model's fingerprint is {base['fingerprint']}; {MANIFEST} has the facts, norms and checksums.\n\n"
+        f"To load it, in this folder:\n\n```python\n{_SNIPPETS[kind].format(load=load)}\n```\n"
+    )
+
+
+def _sizes(lm: LanguageModel, name: str, shift: Tensor) -> dict[str, Any]:
+    norm, whole = float(shift.double().norm()), lm.weight_norm(name)
+    shape = list(_as_weight(lm, name, shift).shape)
+    return {"shape": shape, "norm": norm, "ratio": norm / whole if whole else None}
+
+
+def _as_weight(lm: LanguageModel, name: str, shift: Tensor) -> Tensor:
+    """A shift (value, key) as the layer's weight lies; by type, for a square one's shape does not tell."""
+    return shift.T if is_conv1d(lm.model.get_submodule(name)) else shift
+
+
+def _share(difference: Tensor, shift: Tensor) -> float:
+    """‖difference‖/‖S‖; 0 where nothing changes."""
+    norm = float(shift.double().norm())
+    return float(difference.norm()) / norm if norm else 0.0
+
+
+def _checksum(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": path.stat().st_size}
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    whole_file(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise EditError(f"{folder} holds no export: expected {MANIFEST} as `malmen export` writes")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise EditError(f"{path} is not JSON: {error}; it is damaged, or no manifest of an export") from error
+    found = manifest.get("format") if isinstance(manifest, dict) else None
+    if found != FORMAT or not isinstance(manifest.get("files"), dict):
+        raise EditError(f"{path} is no manifest of an export: its format is {found!r}, expected {FORMAT!r}")
+    return cast(dict[str, Any], manifest)

@@ -1,0 +1,81 @@
+"""What the roles are made of: the editor, the frozen model, the ledger and the store."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from malmen.checkpoint import latest_checkpoint, load_editor, read_config, read_state
+from malmen.config import Config
+from malmen.data.readers import read_records
+from malmen.data.records import Fact
+from malmen.editor import Editor
+from malmen.errors import EditError
+from malmen.lm import LanguageModel, load_lm
+from malmen.sampling import unrelated_to_all, validation_records
+from malmen.serve.blobs import BlobStore
+from malmen.serve.guards import Guards
+from malmen.serve.ledger import Ledger
+from malmen.serve.reader import Reader
+from malmen.serve.service import EditService
+from malmen.serve.settings import ServeConfig
+
+
+def find_editor(name: str) -> Path:
+    """The checkpoint folder of a run, a checkpoint, or an editor in the model registry."""
+    if name.startswith("models:/"):
+        from malmen.platform.registry import download_editor
+
+        return download_editor(name)
+    return latest_checkpoint(Path(name))
+
+
+def open_ledger(settings: ServeConfig) -> Ledger:
+    """The ledger of the configured editor; needs no model in memory."""
+    folder = find_editor(settings.editor)
+    Path(settings.store).mkdir(parents=True, exist_ok=True)
+    weights = hashlib.sha256((folder / "editor.safetensors").read_bytes()).hexdigest()
+    return Ledger(settings.database_url, read_state(folder)["base_model"], weights[:16])
+
+
+def open_blobs(settings: ServeConfig) -> BlobStore:
+    """The shifts and rows."""
+    return BlobStore(Path(settings.store) / "blobs")
+
+
+def make_service(settings: ServeConfig) -> EditService:
+    """The writer's service, caught up with the ledger."""
+    lm, editor, config = _load(settings)
+    guards = Guards(lm, settings.guard, load_probes(settings, config), config.batch.token_budget, config.data)
+    return EditService(lm, editor, open_ledger(settings), open_blobs(settings), guards)
+
+
+def make_reader(settings: ServeConfig) -> Reader:
+    """A reader."""
+    config = read_config(find_editor(settings.editor))
+    lm = load_lm(config.model.model_copy(update={"name": settings.model}) if settings.model else config.model)
+    return Reader(lm, config, open_blobs(settings), settings.reader.versions)
+
+
+def load_probes(settings: ServeConfig, config: Config) -> Sequence[Fact]:
+    """Facts that no edit should touch: the configured file's, else unrelated ones of the editor's validation data."""
+    number = settings.guard.num_probes
+    if settings.guard.probes is not None:
+        return [record.edit for record in read_records(Path(settings.guard.probes), "auto")][:number]
+    try:
+        records = validation_records(config)[: 2 * number]
+    except EditError as error:
+        raise EditError(
+            f"the guard has no probes, because the editor's validation data cannot be read ({error}); "
+            "name a file of facts that no edit should touch: guard.probes=probes.jsonl"
+        ) from error
+    found = dict.fromkeys(fact for some in unrelated_to_all(records) for fact in some)
+    return list(found)[:number]
+
+
+def _load(settings: ServeConfig) -> tuple[LanguageModel, Editor, Config]:
+    folder = find_editor(settings.editor)
+    config = read_config(folder)
+    lm = load_lm(config.model.model_copy(update={"name": settings.model}) if settings.model else config.model)
+    return lm, load_editor(folder, lm), config

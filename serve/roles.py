@@ -1,0 +1,201 @@
+"""What the API asks of the other roles, and all of them in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+from malmen.data.records import EditRecord
+from malmen.export import ExportKind
+from malmen.serve.changes import Change
+from malmen.serve.decoding import Answer
+from malmen.serve.exports import export_version
+from malmen.serve.jobs import JobRunner
+from malmen.serve.materials import make_reader, make_service
+from malmen.serve.problems import Problem
+from malmen.serve.reader import Prompt, Reader
+from malmen.serve.service import Outcome
+from malmen.serve.settings import ServeConfig
+
+
+class Roles(Protocol):
+    """The writer and the readers, wherever they are."""
+
+    async def edit(self, change: Change) -> dict[str, Any]:
+        """Ask the writer."""
+
+    async def wake(self) -> None:
+        """Tell the writer that there is a job."""
+
+    async def export(self, version: str, kind: ExportKind, max_rank: int) -> dict[str, Any]:
+        """Have the writer export a version."""
+
+    async def complete(self, prompt: Prompt) -> dict[str, Any]:
+        """Ask a reader."""
+
+    def stream(self, prompt: Prompt) -> AsyncIterator[dict[str, Any]]:
+        """Ask a reader and see the answer grow."""
+
+    async def chat_text(self, turns: list[dict[str, str]]) -> tuple[str, bool]:
+        """A chat as the model reads it, and whether that is its chat template's doing."""
+
+    async def evaluate(self, records: Sequence[EditRecord], shifts: str | None, generate: bool) -> dict[str, Any]:
+        """Have a reader measure a version."""
+
+    async def status(self) -> dict[str, Any]:
+        """Who is alive."""
+
+
+class Writer:
+    """The service with its jobs; `apply` is for one caller at a time."""
+
+    def __init__(self, settings: ServeConfig) -> None:
+        self.settings, self.service = settings, make_service(settings)
+        self.jobs = JobRunner(self.service)
+
+    def apply(self, changes: Sequence[Change]) -> list[Outcome]:
+        """One solve for all of these, where their contents allow it."""
+        return self.service.apply(changes)
+
+    def export(self, version: str, kind: ExportKind, max_rank: int) -> Outcome:
+        """An export's manifest, or what is wrong."""
+        name = self.settings.model or self.service.editor.config.model.name
+        try:
+            return export_version(self.service, version, kind, max_rank, self.settings.store, name)
+        except Problem as problem:
+            return problem
+
+
+class Answering:
+    """A reader for several callers at once: what they ask together is decoded together."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader, self._turn = reader, threading.Lock()
+
+    def answer(self, asked: Sequence[tuple[Prompt, Any]]) -> None:
+        """Answer prompts in one batch; each comes with a queue, which is given the growing answer and its end."""
+
+        def tell(answers: list[Answer]) -> None:
+            for (_, queue), answer in zip(asked, answers, strict=True):
+                queue.put(answer)
+
+        try:
+            with self._turn:
+                tell(self.reader.answer([prompt for prompt, _ in asked], tell))
+        except Problem as problem:
+            for _, queue in asked:
+                queue.fail(problem)
+
+    def evaluate(self, records: Sequence[EditRecord], shifts: str | None, generate: bool) -> Outcome:
+        """ES, GS, LS, or what is wrong."""
+        try:
+            with self._turn:
+                return self.reader.evaluate(records, shifts, generate)
+        except Problem as problem:
+            return problem
+
+    def chat_text(self, turns: list[dict[str, str]]) -> tuple[str, bool]:
+        """By the tokenizer's chat template; a model without one reads the turns' texts, one below the other."""
+        tokenizer = self.reader.lm.tokenizer
+        if not getattr(tokenizer, "chat_template", None):
+            return "\n".join(turn["content"] for turn in turns), False
+        return str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)), True
+
+
+class Growing:
+    """An answer on its way from the decoding thread to the caller's event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[dict[str, Any] | Problem] = asyncio.Queue()
+        self._ended = False
+
+    def put(self, answer: Answer) -> None:
+        """From the decoding thread: the answer as it is now; its end is told at once, and once."""
+        if not self._ended:
+            self._ended = answer.finish_reason is not None
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, told(answer))
+
+    def fail(self, problem: Problem) -> None:
+        """From the decoding thread: there will be no answer."""
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, problem)
+
+    async def states(self) -> AsyncIterator[dict[str, Any]]:
+        """The answer as it grows, to its end."""
+        while True:
+            found = await self._queue.get()
+            if isinstance(found, Problem):
+                raise found
+            yield found
+            if found["finish_reason"] is not None:
+                return
+
+    async def end(self) -> dict[str, Any]:
+        """The whole answer."""
+        return [state async for state in self.states()][-1]
+
+
+def told(answer: Answer) -> dict[str, Any]:
+    """Plain values, which travel between processes."""
+    return {
+        "text": answer.settled(),
+        "finish_reason": answer.finish_reason,
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": len(answer.ids),
+    }
+
+
+class OneProcess:
+    """All roles in this process, without Ray."""
+
+    def __init__(self, settings: ServeConfig) -> None:
+        self.writer, self.answering = Writer(settings), Answering(make_reader(settings))
+
+    async def edit(self, change: Change) -> dict[str, Any]:
+        return unwrapped((await asyncio.to_thread(self.writer.apply, [change]))[0])
+
+    async def wake(self) -> None:
+        self.writer.jobs.wake()
+
+    async def export(self, version: str, kind: ExportKind, max_rank: int) -> dict[str, Any]:
+        return unwrapped(await asyncio.to_thread(self.writer.export, version, kind, max_rank))
+
+    async def complete(self, prompt: Prompt) -> dict[str, Any]:
+        self.answering.reader.encode(prompt)
+        growing = Growing()
+        await asyncio.to_thread(self.answering.answer, [(prompt, growing)])
+        return await growing.end()
+
+    async def stream(self, prompt: Prompt) -> AsyncIterator[dict[str, Any]]:
+        self.answering.reader.encode(prompt)
+        growing = Growing()
+        work = asyncio.ensure_future(asyncio.to_thread(self.answering.answer, [(prompt, growing)]))
+        async for state in growing.states():
+            yield state
+        await work
+
+    async def chat_text(self, turns: list[dict[str, str]]) -> tuple[str, bool]:
+        return self.answering.chat_text(turns)
+
+    async def evaluate(self, records: Sequence[EditRecord], shifts: str | None, generate: bool) -> dict[str, Any]:
+        return unwrapped(await asyncio.to_thread(self.answering.evaluate, records, shifts, generate))
+
+    async def status(self) -> dict[str, Any]:
+        return {
+            "writer": {"alive": True, "waiting": 0},
+            "readers": {"replicas": 1, "running": 1},
+            "versions_in_memory": self.answering.reader.memory()["versions"],
+        }
+
+    def close(self) -> None:
+        """Stop the jobs."""
+        self.writer.jobs.close()
+
+
+def unwrapped(outcome: Outcome) -> dict[str, Any]:
+    """Outcomes travel as values; here a problem is raised."""
+    if isinstance(outcome, Problem):
+        raise outcome
+    return outcome
