@@ -111,6 +111,7 @@ class Growing:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[dict[str, Any] | Problem] = asyncio.Queue()
         self._ended = False
+        self.work: asyncio.Future[Any] | None = None  # what fills it, kept so that it is not forgotten
 
     def put(self, answer: Answer) -> None:
         """From the decoding thread: the answer as it is now; its end is told at once, and once."""

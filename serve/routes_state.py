@@ -6,7 +6,7 @@ import re
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, Path, Query
-from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.responses import FileResponse, Response
 
 from malmen.serve.access import Caller
 from malmen.serve.api import CONSOLE, Backend, allowed, backend, in_thread, problems
@@ -178,7 +178,7 @@ async def asset(name: str) -> Response:
 @router.get("/favicon.ico", include_in_schema=False)
 async def favicon() -> Response:
     """Browsers ask for it."""
-    return JSONResponse(None, 204)
+    return Response(status_code=204)
 
 
 def _revision(if_match: str | None) -> int | None:

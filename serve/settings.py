@@ -16,7 +16,7 @@ class GuardConfig(Section):
     """What a new version must satisfy before anybody is served it."""
 
     min_success: float = Field(default=0.9, ge=0, le=1, description="share of a request's facts that must hold")
-    max_shift_ratio: float = Field(default=1.0, gt=0, description="‖S‖/‖W‖ of any layer, at most")
+    max_shift_ratio: float = Field(default=2.0, gt=0, description="‖S‖/‖W‖ of any layer, at most")
     max_perplexity_ratio: float = Field(
         default=1.5, gt=0, description="perplexity on the probes, edited : unedited, at most"
     )

@@ -14,6 +14,18 @@ SUPPORT = str(Path(__file__).parent / "support")
 Run = Callable[..., tuple[int, str, str]]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For `pytest -n 2 --dist loadgroup`: all that share the Ray cluster in one process, and first, for it is longest;
+    the other files whole, so that their fixtures are made once."""
+    on_ray = [item for item in items if item.get_closest_marker("ray")]
+    for item in on_ray:
+        item.add_marker(pytest.mark.xdist_group("ray"))
+    for item in items:
+        if not item.get_closest_marker("ray"):
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+    items.sort(key=lambda item: item.get_closest_marker("ray") is None)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     """Small tensors are slower on several threads."""

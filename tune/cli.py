@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from malmen.errors import UsageError
-from malmen.platform.cli_options import AsJson, resolve_config
+from malmen.platform.cli_options import AsJson, RunByDefault, resolve_config
 
 if TYPE_CHECKING:
     from malmen.config import Config
@@ -18,17 +17,8 @@ if TYPE_CHECKING:
 PREFIX = "sweep."
 
 
-class _RunByDefault(TyperGroup):
-    """`malmen sweep CONFIG` is `malmen sweep run CONFIG`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] != "--help":
-            args = ["run", *args]
-        return super().parse_args(ctx, args)
-
-
 app = typer.Typer(
-    cls=_RunByDefault,
+    cls=RunByDefault,
     no_args_is_help=True,
     help="Search layers and settings for a model: `malmen sweep CONFIG`.",
     pretty_exceptions_enable=False,

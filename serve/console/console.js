@@ -561,7 +561,7 @@ function startToken() {
 function startFacts() {
   const turn = (pages) => ((drafts.first += pages * ROWS_SHOWN), renderDrafts());
   $("add-row").onclick = addRow;
-  $("clear-rows").onclick = () => setRows([], 0);
+  $("clear-rows").onclick = () => (say("input-result"), say("publish-result"), setRows([], 0));
   $("facts-back").onclick = () => turn(-1);
   $("facts-on").onclick = () => turn(1);
   $("add-lines").onclick = () => addFacts("The text", readLines($("paste").value)) && ($("paste").value = "");

@@ -1,0 +1,149 @@
+"""`malmen serve`: the endpoint on a local Ray, or on a cluster."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from malmen.errors import EditError
+from malmen.platform.cli_options import AsJson, RunByDefault
+
+if TYPE_CHECKING:
+    from malmen.serve.settings import ServeConfig
+
+app = typer.Typer(
+    cls=RunByDefault,
+    no_args_is_help=True,
+    help="Serve a model with live edits: `malmen serve --editor DIR`.",
+    pretty_exceptions_enable=False,
+)
+
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="settings as key=value; `malmen serve settings` lists them")
+]
+
+
+@app.command("run")
+def run(
+    overrides: Overrides = None,
+    editor: Annotated[
+        str | None, typer.Option(help="a run's folder, or models:/NAME/VERSION or models:/NAME@ALIAS")
+    ] = None,
+    store: Annotated[str | None, typer.Option(help="folder of ledger, versions, tokens [default: runs/serve]")] = None,
+    config: Annotated[Path | None, typer.Option(help="a YAML file of settings")] = None,
+    host: Annotated[str, typer.Option(help="the address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="the port to listen on")] = 8000,
+    address: Annotated[
+        str | None, typer.Option(help="of a Ray cluster (HOST:PORT or `auto`); default: RAY_ADDRESS, else a local one")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Serve a model with live edits: add facts, ask, take them back; http://HOST:PORT/ is a page to look at.
+
+    It runs until it is stopped (Ctrl-C). The same command again goes on where it stood.
+    """
+    from malmen.serve.settings import load_settings
+
+    found = load_settings(config, overrides or [], editor=editor, store=store)
+    _serve(_absolute(found), host, port, address, as_json)
+
+
+def _serve(settings: ServeConfig, host: str, port: int, address: str | None, as_json: bool) -> None:
+    from malmen.config import ClusterConfig
+    from malmen.platform.cluster import connected
+    from malmen.platform.output import err, print_json
+    from malmen.serve.access import load_access, token_of
+    from malmen.serve.deployments import tokens_file
+    from malmen.serve.materials import open_ledger
+    from malmen.serve.running import run_endpoint, stop_endpoint
+
+    open_ledger(settings).close()  # a wrong editor or store is told before anything is started
+    load_access(tokens_file(settings))
+    stopped = threading.Event()
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, lambda *_: stopped.set())
+    with connected(address, ClusterConfig()):
+        with err.status("starting the writer and the readers"):
+            url = run_endpoint(settings, host, port, stopped)
+        for name in (signal.SIGINT, signal.SIGTERM):  # Ray has put its own in their place
+            signal.signal(name, lambda *_: stopped.set())
+        tokens = str(tokens_file(settings))
+        if as_json:
+            print_json({"url": url, "tokens": tokens, "store": settings.store})
+        err.print(f"Serving at {url}; the tokens are in {tokens}", highlight=False)
+        page = f"{url}/#token={token_of(tokens_file(settings), 'admin')}"
+        err.print(f"A page to look at: {page}", highlight=False, soft_wrap=True)
+        stopped.wait()
+        err.print("Stopping.")
+        stop_endpoint()
+
+
+def _absolute(settings: ServeConfig) -> ServeConfig:
+    """Ray's processes stand in other folders."""
+    editor = settings.editor
+    if "://" not in editor and not editor.startswith("models:/"):
+        editor = str(Path(editor).absolute())
+        if not Path(editor).exists():
+            raise EditError(f"there is no editor in {settings.editor}: expected a folder that `malmen train` writes")
+    elif editor.startswith("models:/"):
+        from malmen.platform.registry import download_editor
+
+        editor = str(download_editor(editor))
+    changed: dict[str, Any] = {"editor": editor, "store": str(Path(settings.store).absolute())}
+    model = settings.model
+    if model and Path(model).expanduser().exists():
+        changed["model"] = str(Path(model).expanduser().absolute())
+    if settings.guard.probes:
+        probes = str(Path(settings.guard.probes).absolute())
+        changed["guard"] = settings.guard.model_copy(update={"probes": probes})
+    return settings.model_copy(update=changed)
+
+
+@app.command("settings")
+def settings(as_json: AsJson = False) -> None:
+    """List every setting of the endpoint with its default; any can be given as key=value."""
+    from rich.table import Table
+
+    from malmen.config import describe_settings
+    from malmen.platform.output import out, print_json
+    from malmen.serve.settings import ServeConfig
+
+    rows = describe_settings(ServeConfig)
+    if as_json:
+        return print_json([{**row, "default": None if row["key"] == "editor" else row["default"]} for row in rows])
+    table = Table("setting", "default", "meaning")
+    for row in rows:
+        table.add_row(row["key"], "" if row["key"] == "editor" else str(row["default"]), row["description"])
+    out.print(table)
+
+
+@app.command("audit")
+def audit(
+    store: Annotated[str, typer.Option(help="the endpoint's folder")] = "runs/serve",
+    database: Annotated[str | None, typer.Option(help="of the ledger; default: sqlite in the store")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check that the ledger is what was written: every entry, and every correction. Exit code 1 if it is not."""
+    from malmen.platform.output import out, print_json
+    from malmen.serve.ledger_view import LedgerView
+    from malmen.serve.settings import ServeConfig
+
+    if database is None and not (Path(store) / "ledger.db").is_file():
+        raise EditError(f"there is no ledger in {store}: expected ledger.db, as `malmen serve` makes it")
+    url = ServeConfig(editor="", store=store, database=database).database_url
+    found = LedgerView(url).verify()
+    if as_json:
+        print_json(found)
+    elif found["intact"]:
+        out.print(f"{found['entries']} entries, the last with hash {found['head'][:16]}…: all as they were written")
+    if not found["intact"]:
+        at = found["broken_at"]
+        raise EditError(
+            f"the ledger was changed: entry {at} is not what was written"
+            if at is not None
+            else f"the ledger was changed: its end or these corrections differ from the entries: {found.get('edits')}"
+        )

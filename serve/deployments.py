@@ -1,0 +1,240 @@
+"""The roles as Ray Serve deployments: an ingress, exactly one writer, and readers that scale by load."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.exceptions import RayActorError, RayError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from malmen.data.records import EditRecord
+from malmen.export import ExportKind
+from malmen.serve.access import load_access
+from malmen.serve.api import Backend, make_app
+from malmen.serve.changes import Change
+from malmen.serve.materials import make_reader, open_ledger
+from malmen.serve.problems import Problem
+from malmen.serve.reader import Prompt
+from malmen.serve.roles import Answering, Growing, Writer, unwrapped
+from malmen.serve.service import Outcome
+from malmen.serve.settings import ServeConfig, parse_settings
+
+log = logging.getLogger(__name__)
+PATIENCE = 60.0  # seconds that an ingress waits for a writer or reader that is being replaced
+_LOST = (RayActorError, DeploymentUnavailableError, RayServeException, RayError)
+
+
+@serve.deployment(num_replicas=1, max_ongoing_requests=1000, health_check_period_s=5)
+class WriterDeployment:
+    """The one writer: what arrives while it solves is merged into the next solve."""
+
+    def __init__(self, raw: dict[str, Any]) -> None:
+        self.settings = parse_settings(raw, "the endpoint's settings")
+        self.writer = Writer(self.settings)
+        self._merged.set_max_batch_size(self.settings.writer.batch)
+        self._merged.set_batch_wait_timeout_s(self.settings.writer.wait_seconds)
+
+    async def edit(self, change: Change) -> Outcome:
+        """Make a change, together with the others that are asked for at the same time."""
+        return await self._merged(change)
+
+    @serve.batch(max_batch_size=64, batch_wait_timeout_s=0.02)
+    async def _merged(self, changes: list[Change]) -> list[Outcome]:
+        return await asyncio.to_thread(self.writer.apply, changes)
+
+    async def wake(self) -> None:
+        """There is a job."""
+        self.writer.jobs.wake()
+
+    async def export(self, version: str, kind: ExportKind, max_rank: int) -> Outcome:
+        """Write a version's files."""
+        return await asyncio.to_thread(self.writer.export, version, kind, max_rank)
+
+
+@serve.deployment(max_ongoing_requests=100, health_check_period_s=5)
+class ReaderDeployment:
+    """A reader: prompts that arrive together are decoded together, whatever their versions."""
+
+    def __init__(self, raw: dict[str, Any]) -> None:
+        settings = parse_settings(raw, "the endpoint's settings")
+        self.answering = Answering(make_reader(settings))
+        self._merged.set_max_batch_size(settings.reader.batch)
+        self._merged.set_batch_wait_timeout_s(settings.reader.wait_seconds)
+
+    async def complete(self, prompt: Prompt) -> Outcome:
+        """The whole answer."""
+        try:
+            return await self._begin(prompt).end()
+        except Problem as problem:
+            return problem
+
+    async def stream(self, prompt: Prompt) -> AsyncIterator[Outcome]:
+        """The answer as it grows."""
+        try:
+            async for state in self._begin(prompt).states():
+                yield state
+        except Problem as problem:
+            yield problem
+
+    async def chat_text(self, turns: list[dict[str, str]]) -> tuple[str, bool]:
+        """A chat as the model reads it."""
+        return self.answering.chat_text(turns)
+
+    async def evaluate(self, records: Sequence[EditRecord], shifts: str | None, generate: bool) -> Outcome:
+        """Measure a version."""
+        return await asyncio.to_thread(self.answering.evaluate, records, shifts, generate)
+
+    async def memory(self) -> dict[str, int]:
+        """Versions held, and their bytes."""
+        return self.answering.reader.memory()
+
+    def _begin(self, prompt: Prompt) -> Growing:
+        """Queue a prompt; what is wrong with it is told before it is decoded with others."""
+        self.answering.reader.encode(prompt)
+        growing = Growing()
+        growing.work = asyncio.ensure_future(self._merged((prompt, growing)))
+        return growing
+
+    @serve.batch(max_batch_size=16, batch_wait_timeout_s=0.005)
+    async def _merged(self, asked: list[tuple[Prompt, Growing]]) -> list[None]:
+        await asyncio.to_thread(self.answering.answer, asked)
+        return [None] * len(asked)
+
+
+class ServeRoles:
+    """The other deployments, asked over Ray; one that dies is waited for while Ray brings it back."""
+
+    def __init__(self, writer: DeploymentHandle, reader: DeploymentHandle) -> None:
+        self.writer, self.reader = writer, reader
+
+    async def edit(self, change: Change) -> dict[str, Any]:
+        """Asked again if the writer dies: the change's key keeps it from being done twice."""
+        asking = lambda: self.writer.edit.remote(change)  # noqa: E731
+        return unwrapped(await (_patiently(asking, "the writer") if change.key else _once(asking, "the writer")))
+
+    async def wake(self) -> None:
+        try:
+            await _once(lambda: self.writer.wake.remote(), "the writer")
+        except Problem as problem:  # the job is recorded: the next writer finds it
+            log.warning("a job waits: %s", problem.detail)
+
+    async def export(self, version: str, kind: ExportKind, max_rank: int) -> dict[str, Any]:
+        return unwrapped(await _once(lambda: self.writer.export.remote(version, kind, max_rank), "the writer"))
+
+    async def complete(self, prompt: Prompt) -> dict[str, Any]:
+        return unwrapped(await _patiently(lambda: self.reader.complete.remote(prompt), "a reader"))
+
+    async def stream(self, prompt: Prompt) -> AsyncIterator[dict[str, Any]]:
+        try:
+            async for state in self.reader.options(stream=True).stream.remote(prompt):
+                yield unwrapped(state)
+        except _LOST as error:
+            raise Problem(503, f"the reader was lost in the middle of an answer: {type(error).__name__}") from error
+
+    async def chat_text(self, turns: list[dict[str, str]]) -> tuple[str, bool]:
+        text, verbatim = await _patiently(lambda: self.reader.chat_text.remote(turns), "a reader")
+        return text, verbatim
+
+    async def evaluate(self, records: Sequence[EditRecord], shifts: str | None, generate: bool) -> dict[str, Any]:
+        return unwrapped(await _patiently(lambda: self.reader.evaluate.remote(records, shifts, generate), "a reader"))
+
+    async def status(self) -> dict[str, Any]:
+        found = await asyncio.to_thread(serve.status)
+        states = {
+            name: (len(one.replica_states) and sum(one.replica_states.values()), one.replica_states.get("RUNNING", 0))
+            for app in found.applications.values()
+            for name, one in app.deployments.items()
+        }
+        total, running = states.get("ReaderDeployment", (0, 0))
+        memory = {"versions": 0}
+        if running:
+            try:
+                memory = await asyncio.wait_for(_once(lambda: self.reader.memory.remote(), "a reader"), 2)
+            except (Problem, TimeoutError):
+                log.info("no reader says how many versions it holds")
+        return {
+            "writer": {"alive": states.get("WriterDeployment", (0, 0))[1] > 0},
+            "readers": {"replicas": total, "running": running},
+            "versions_in_memory": memory["versions"],
+        }
+
+
+async def _once(ask: Callable[[], Awaitable[Any]], whom: str) -> Any:
+    try:
+        return await ask()
+    except BackPressureError as error:
+        raise Problem(429, f"{whom} has too much to do", retry_after=2) from error
+    except _LOST as error:
+        raise Problem(503, f"{whom} is not there: {type(error).__name__}", retry_after=2) from error
+
+
+async def _patiently(ask: Callable[[], Awaitable[Any]], whom: str) -> Any:
+    """Ask again while Ray replaces who was lost, for a bounded time."""
+    ends = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return await _once(ask, whom)
+        except Problem as problem:
+            if problem.status != 503 or time.monotonic() > ends:
+                raise
+        await asyncio.sleep(0.2)
+
+
+def _backend() -> Backend:
+    found: Backend = serve.get_replica_context().servable_object.backend
+    return found
+
+
+def _app() -> FastAPI:
+    """Made in the replica: an application that travels there forgets what its annotations mean."""
+    return make_app(_backend)
+
+
+@serve.deployment(max_ongoing_requests=1000, health_check_period_s=5)
+@serve.ingress(_app)
+class Ingress:
+    """HTTP: who asks, what, and whether they may."""
+
+    def __init__(self, raw: dict[str, Any], writer: DeploymentHandle, reader: DeploymentHandle) -> None:
+        settings = parse_settings(raw, "the endpoint's settings")
+        access = load_access(tokens_file(settings))
+        self.backend = Backend(settings, open_ledger(settings), access, ServeRoles(writer, reader))
+
+
+def tokens_file(settings: ServeConfig) -> Path:
+    """Where the tokens are kept."""
+    return Path(settings.tokens) if settings.tokens else Path(settings.store) / "tokens.yaml"
+
+
+def make_application(settings: ServeConfig) -> serve.Application:
+    """The deployments, bound to each other."""
+    raw = settings.model_dump(mode="json")
+    readers = settings.reader
+    scale = {
+        "min_replicas": readers.min_replicas,
+        "max_replicas": max(readers.min_replicas, readers.max_replicas),
+        "target_ongoing_requests": readers.target_requests,
+    }
+    writer = WriterDeployment.options(ray_actor_options=_resources(settings.writer.cpus, settings.writer.gpus))
+    reader = ReaderDeployment.options(
+        autoscaling_config=scale, ray_actor_options=_resources(readers.cpus, readers.gpus)
+    )
+    ingress = Ingress.options(num_replicas=settings.ingress_replicas, ray_actor_options=_resources(0.1, 0))
+    return ingress.bind(raw, writer.bind(raw), reader.bind(raw))
+
+
+def build(raw: dict[str, Any]) -> serve.Application:
+    """For `serve deploy`: `import_path: malmen.serve.deployments:build`, the settings as its args."""
+    return make_application(parse_settings(raw, "args"))
+
+
+def _resources(cpus: float, gpus: float) -> dict[str, Any]:
+    return {"num_cpus": cpus, "num_gpus": gpus}
