@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Header, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
 
 import malmen
@@ -28,6 +29,7 @@ from malmen.serve.schemas import ProblemOut
 from malmen.serve.settings import ServeConfig
 
 log = logging.getLogger(__name__)
+_BEARER = HTTPBearer(auto_error=False, description="a token of the endpoint; its role says what it may")
 CONSOLE = Path(__file__).parent / "console"
 _POLICY = "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
 
@@ -83,9 +85,9 @@ def allowed(role: Role) -> Any:
 
     def check(
         at: Annotated[Backend, Depends(backend)],
-        authorization: Annotated[str | None, Header(include_in_schema=False)] = None,
+        given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)],
     ) -> Caller:
-        caller = at.access.caller(authorization)
+        caller = at.access.caller(given.credentials if given else None)
         at.rate.take(caller.name)
         if not caller.may(role):
             raise Problem(403, f"this needs a token with the role `{role}`; {caller.name} has `{caller.role}`")

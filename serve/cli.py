@@ -75,8 +75,9 @@ def _serve(settings: ServeConfig, host: str, port: int, address: str | None, as_
         if as_json:
             print_json({"url": url, "tokens": tokens, "store": settings.store})
         err.print(f"Serving at {url}; the tokens are in {tokens}", highlight=False)
-        page = f"{url}/#token={token_of(tokens_file(settings), 'admin')}"
-        err.print(f"A page to look at: {page}", highlight=False, soft_wrap=True)
+        if err.is_terminal:  # a log is no place for a token
+            page = f"{url}/#token={token_of(tokens_file(settings), 'admin')}"
+            err.print(f"A page to look at: {page}", highlight=False, soft_wrap=True)
         stopped.wait()
         err.print("Stopping.")
         stop_endpoint()

@@ -19,6 +19,12 @@ from malmen.serve.schemas_openai import ChatIn, Chunks, CompletionIn, chat_compl
 
 router = APIRouter(tags=["models"], dependencies=[allowed("read")])
 At = Annotated[Backend, Depends(backend)]
+_STREAMS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "the answer, or with `stream` its pieces",
+        "content": {"application/json": {}, "text/event-stream": {}},
+    }
+}
 
 
 @router.get("/v1/models", responses=problems())
@@ -35,7 +41,7 @@ async def get_model(at: At, name: Name) -> dict[str, Any]:
     return _model(name)
 
 
-@router.post("/v1/completions", responses=problems(404, 409))
+@router.post("/v1/completions", responses={**_STREAMS, **problems(404, 409)})
 async def complete(asked: CompletionIn, at: At) -> Response:
     """Continue a prompt, or several, as a version of the model would."""
     version = await find_version(at, asked.model, asked.min_version)
@@ -49,7 +55,7 @@ async def complete(asked: CompletionIn, at: At) -> Response:
     return _answered(at, list(answers), completion(list(answers), version.id))
 
 
-@router.post("/v1/chat/completions", responses=problems(404, 409))
+@router.post("/v1/chat/completions", responses={**_STREAMS, **problems(404, 409)})
 async def chat(asked: ChatIn, at: At) -> Response:
     """Answer a chat as a version of the model would; a model without a chat template reads the turns' texts."""
     version = await find_version(at, asked.model, asked.min_version)

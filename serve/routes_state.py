@@ -6,7 +6,7 @@ import re
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, Path, Query
-from fastapi.responses import FileResponse, Response
+from fastapi.responses import FileResponse, PlainTextResponse, Response
 
 from malmen.serve.access import Caller
 from malmen.serve.api import CONSOLE, Backend, allowed, backend, in_thread, problems
@@ -96,10 +96,16 @@ async def export(at: At, id: Name, asked: ExportIn, caller: Annotated[Caller, al
     return {"version": version.id, "kind": asked.kind, "files": files, "manifest": manifest}
 
 
-@router.get("/v1/versions/{id}/export/{kind}/{file}", responses=problems(404), dependencies=[allowed("admin")])
+@router.get(
+    "/v1/versions/{id}/export/{kind}/{file}",
+    response_class=FileResponse,
+    responses={200: {"content": {"application/octet-stream": {}}}, **problems(404)},
+    dependencies=[allowed("admin")],
+)
 async def fetch_export(at: At, id: Name, kind: Literal["delta", "lora", "merged"], file: Name) -> FileResponse:
     """A file of an export."""
-    return FileResponse(await in_thread(exported_file, at.ledger, at.settings.store, id, kind, file))
+    found = await in_thread(exported_file, at.ledger, at.settings.store, id, kind, file)
+    return FileResponse(found, media_type="application/octet-stream")
 
 
 @router.get("/v1/audit", response_model=AuditOut, responses=problems(), dependencies=[allowed("admin")])
@@ -136,7 +142,12 @@ async def status(at: At, caller: Annotated[Caller, allowed("read")]) -> dict[str
     }
 
 
-@router.get("/metrics", responses=problems(), dependencies=[allowed("read")])
+@router.get(
+    "/metrics",
+    response_class=PlainTextResponse,
+    responses={200: {"content": {"text/plain": {}}}, **problems()},
+    dependencies=[allowed("read")],
+)
 async def metrics(at: At) -> Response:
     """For Prometheus."""
     live = await in_thread(at.ledger.resolve, LIVE)

@@ -14,6 +14,7 @@ SUPPORT = str(Path(__file__).parent / "support")
 Run = Callable[..., tuple[int, str, str]]
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """For `pytest -n 2 --dist loadgroup`: all that share the Ray cluster in one process, and first, for it is longest;
     the other files whole, so that their fixtures are made once."""
