@@ -57,7 +57,7 @@ def _serve(settings: ServeConfig, host: str, port: int, address: str | None, as_
     from malmen.platform.cluster import connected
     from malmen.platform.output import err, print_json
     from malmen.serve.access import load_access, token_of
-    from malmen.serve.deployments import tokens_file
+    from malmen.serve.app import tokens_file
     from malmen.serve.materials import open_ledger
     from malmen.serve.running import run_endpoint, stop_endpoint
 

@@ -10,7 +10,7 @@ from ray import serve
 from ray.serve.schema import ApplicationStatus
 
 from malmen.errors import EditError, RunStopped
-from malmen.serve.deployments import make_application
+from malmen.serve.app import make_application
 from malmen.serve.settings import ServeConfig
 
 NAME = "malmen"

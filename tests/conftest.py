@@ -16,15 +16,16 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `pytest -n 2 --dist loadgroup`: all that share the Ray cluster in one process, and first, for it is longest;
-    the other files whole, so that their fixtures are made once."""
-    on_ray = [item for item in items if item.get_closest_marker("ray")]
-    for item in on_ray:
-        item.add_marker(pytest.mark.xdist_group("ray"))
+    """For `pytest -n 2 --dist loadgroup`: files that use the Ray cluster in one process, and first, for they take
+    longest; the other files whole too, so that their fixtures are made once."""
+    whole_files = {item.path for item in items if _on_ray(item)}
     for item in items:
-        if not item.get_closest_marker("ray"):
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
-    items.sort(key=lambda item: item.get_closest_marker("ray") is None)
+        item.add_marker(pytest.mark.xdist_group("ray" if item.path in whole_files else str(item.path)))
+    items.sort(key=lambda item: item.path not in whole_files)
+
+
+def _on_ray(item: pytest.Item) -> bool:
+    return any(map(item.get_closest_marker, ("ray", "deepspeed"))) or "ray_cluster" in getattr(item, "fixturenames", ())
 
 
 @pytest.fixture(autouse=True, scope="session")

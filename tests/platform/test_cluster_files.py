@@ -110,15 +110,11 @@ def test_the_trainer_has_the_options_of_the_entrypoints() -> None:
     assert "--out" in done.stdout
 
 
-def test_the_endpoint_of_the_rayservice_is_defined_once_it_is_written() -> None:
+def test_the_endpoint_of_the_rayservice_is_defined() -> None:
     (application,) = yaml.safe_load(SERVICE["spec"]["serveConfigV2"])["applications"]
     module, _, name = application["import_path"].partition(":")
     assert module == "malmen.serve.app"
-    file = ROOT / "serve" / "app.py"
-    if not file.exists():
-        assert "later issue" in FILES[2].read_text(encoding="utf-8")[:300]
-        return
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "serve" / "app.py").read_text(encoding="utf-8"))
     assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
@@ -332,10 +328,15 @@ def test_rays_autoscaler_sees_the_same_nodes_in_the_kuberay_files(name: str) -> 
 def test_serve_accepts_the_config_of_the_rayservice() -> None:
     from ray.serve.schema import ServeDeploySchema
 
+    from malmen.serve.settings import parse_settings
+
     config = yaml.safe_load(SERVICE["spec"]["serveConfigV2"])
     read = ServeDeploySchema.model_validate(config)  # which passes over fields that it does not know
     (application,) = read.applications
     both = [(read, config), (read.http_options, config["http_options"]), (application, config["applications"][0])]
     for model, given in both:
         assert given.keys() <= type(model).model_fields.keys()
-    assert (application.import_path, application.args) == ("malmen.serve.app:build", {})
+    assert application.import_path == "malmen.serve.app:build"
+    assert parse_settings(application.args, "args").reader.gpus == 1
+    shipped = ServeDeploySchema.model_validate(yaml.safe_load((ROOT / "serve" / "endpoint.yaml").read_text()))
+    assert parse_settings(shipped.applications[0].args, "args").store == "/shared/serve"

@@ -232,7 +232,7 @@ def make_application(settings: ServeConfig) -> serve.Application:
 
 
 def build(raw: dict[str, Any]) -> serve.Application:
-    """For `serve deploy`: `import_path: malmen.serve.deployments:build`, the settings as its args."""
+    """For `serve deploy`: `import_path: malmen.serve.app:build`, the settings as its args."""
     return make_application(parse_settings(raw, "args"))
 
 
