@@ -7,13 +7,14 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ReplicaState
 
 from malmen.data.records import EditRecord
 from malmen.export import ExportKind
@@ -39,8 +40,7 @@ class WriterDeployment:
     def __init__(self, raw: dict[str, Any]) -> None:
         self.settings = parse_settings(raw, "the endpoint's settings")
         self.writer = Writer(self.settings)
-        self._merged.set_max_batch_size(self.settings.writer.batch)
-        self._merged.set_batch_wait_timeout_s(self.settings.writer.wait_seconds)
+        _set_batching(self._merged, self.settings.writer.batch, self.settings.writer.wait_seconds)
 
     async def edit(self, change: Change) -> Outcome:
         """Make a change, together with the others that are asked for at the same time."""
@@ -66,8 +66,7 @@ class ReaderDeployment:
     def __init__(self, raw: dict[str, Any]) -> None:
         settings = parse_settings(raw, "the endpoint's settings")
         self.answering = Answering(make_reader(settings))
-        self._merged.set_max_batch_size(settings.reader.batch)
-        self._merged.set_batch_wait_timeout_s(settings.reader.wait_seconds)
+        _set_batching(self._merged, settings.reader.batch, settings.reader.wait_seconds)
 
     async def complete(self, prompt: Prompt) -> Outcome:
         """The whole answer."""
@@ -134,7 +133,8 @@ class ServeRoles:
 
     async def stream(self, prompt: Prompt) -> AsyncIterator[dict[str, Any]]:
         try:
-            async for state in self.reader.options(stream=True).stream.remote(prompt):
+            states = cast(Any, self.reader.options(stream=True)).stream.remote(prompt)
+            async for state in states:
                 yield unwrapped(state)
         except _LOST as error:
             raise Problem(503, f"the reader was lost in the middle of an answer: {type(error).__name__}") from error
@@ -149,7 +149,7 @@ class ServeRoles:
     async def status(self) -> dict[str, Any]:
         found = await asyncio.to_thread(serve.status)
         states = {
-            name: (len(one.replica_states) and sum(one.replica_states.values()), one.replica_states.get("RUNNING", 0))
+            name: (sum(one.replica_states.values()), one.replica_states.get(ReplicaState.RUNNING, 0))
             for app in found.applications.values()
             for name, one in app.deployments.items()
         }
@@ -189,8 +189,14 @@ async def _patiently(ask: Callable[[], Awaitable[Any]], whom: str) -> Any:
 
 
 def _backend() -> Backend:
-    found: Backend = serve.get_replica_context().servable_object.backend
+    found: Backend = cast(Any, serve.get_replica_context().servable_object).backend
     return found
+
+
+def _set_batching(method: Any, size: int, wait: float) -> None:
+    """What `serve.batch` was given when the class was written is replaced by the settings."""
+    method.set_max_batch_size(size)
+    method.set_batch_wait_timeout_s(wait)
 
 
 def _app() -> FastAPI:
@@ -223,12 +229,12 @@ def make_application(settings: ServeConfig) -> serve.Application:
         "max_replicas": max(readers.min_replicas, readers.max_replicas),
         "target_ongoing_requests": readers.target_requests,
     }
-    writer = WriterDeployment.options(ray_actor_options=_resources(settings.writer.cpus, settings.writer.gpus))
-    reader = ReaderDeployment.options(
-        autoscaling_config=scale, ray_actor_options=_resources(readers.cpus, readers.gpus)
-    )
-    ingress = Ingress.options(num_replicas=settings.ingress_replicas, ray_actor_options=_resources(0.1, 0))
-    return ingress.bind(raw, writer.bind(raw), reader.bind(raw))
+    writers, answerers, ingresses = cast(Any, (WriterDeployment, ReaderDeployment, Ingress))
+    writer = writers.options(ray_actor_options=_resources(settings.writer.cpus, settings.writer.gpus))
+    reader = answerers.options(autoscaling_config=scale, ray_actor_options=_resources(readers.cpus, readers.gpus))
+    ingress = ingresses.options(num_replicas=settings.ingress_replicas, ray_actor_options=_resources(0.1, 0))
+    bound: serve.Application = ingress.bind(raw, writer.bind(raw), reader.bind(raw))
+    return bound
 
 
 def build(raw: dict[str, Any]) -> serve.Application:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from malmen.config import Config
@@ -57,7 +57,7 @@ class Reader:
         """A prompt's tokens; a Problem where it cannot be answered."""
         encoder = self.verbatim if prompt.verbatim else self.encoder
         try:
-            return encoder.generation_ids(prompt.text, prompt.sampling.max_tokens)
+            return encoder.generation_ids(prompt.text, 1)
         except EditError as error:
             raise Problem(422, str(error)) from error
 
@@ -67,7 +67,10 @@ class Reader:
             raise Problem(422, "the model is a classifier and writes no text; ask /v1/evaluate")
         order = sorted(range(len(prompts)), key=lambda index: prompts[index].shifts or "")
         encoded = [self.encode(prompt) for prompt in prompts]
-        answers = [Answer(self.lm, prompt.sampling, len(ids)) for prompt, ids in zip(prompts, encoded, strict=True)]
+        answers = [
+            Answer(self.lm, self._fitting(prompt.sampling, len(ids)), len(ids))
+            for prompt, ids in zip(prompts, encoded, strict=True)
+        ]
         with edited_rows(self.lm, list(self._groups([prompts[index].shifts for index in order]))):
             for _ in decode_batch(self.lm, [encoded[index] for index in order], [answers[index] for index in order]):
                 if on_step:
@@ -82,6 +85,13 @@ class Reader:
         except EditError as error:
             raise Problem(422, str(error)) from error
         return {"scores": found.scores(), "facts": [asdict(fact) for fact in found.facts]}
+
+    def _fitting(self, sampling: Sampling, prompt_tokens: int) -> Sampling:
+        """No more new tokens than the model has places for; the answer then ends with `length`."""
+        if self.lm.kind != "decoder":
+            return sampling
+        room = self.encoder.max_length - prompt_tokens
+        return replace(sampling, max_tokens=max(1, min(sampling.max_tokens, room)))
 
     def _groups(self, shifts: Sequence[str | None]) -> Iterator[tuple[Overlay | None, int]]:
         """(edit, number of rows) of a sorted list."""

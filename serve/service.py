@@ -157,7 +157,8 @@ class EditService:
         self, plans: dict[int, Plan], rows: FactRows | None, outcomes: dict[int, Outcome]
     ) -> dict[int, Change]:
         items = list(plans.items())
-        half, again = len(items) // 2, {}
+        half = len(items) // 2
+        again: dict[int, Change] = {}
         first = sum(len(plan.new) for _, plan in items[:half])
         total = sum(len(plan.new) for _, plan in items)
         for some, bounds in ((items[:half], range(first)), (items[half:], range(first, total))):
@@ -250,7 +251,7 @@ class EditService:
         """Everything that is asked holds already."""
         candidate = Candidate([plan], self.edit_set, None, {}, Measured(True, 0.0, None, []))
         there = self.ledger.resolve(LIVE)
-        made = None if plan.change.dry_run else (there.id, there.number, [])
+        made: tuple[str, int, list[str]] | None = None if plan.change.dry_run else (there.id, there.number, [])
         reply = {**candidate.reply(0, there.parent, made), "guard": there.report}
         if not plan.change.dry_run:
             self.ledger.remember(plan.change.actor, plan.change.key, plan.change.fingerprint(), reply)

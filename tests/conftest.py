@@ -25,6 +25,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _on_ray(item: pytest.Item) -> bool:
+    """Of the session's cluster; the endpoint's tests start one of their own, as `malmen serve` does."""
+    if "endpoint_process" in item.keywords:
+        return False
     return any(map(item.get_closest_marker, ("ray", "deepspeed"))) or "ray_cluster" in getattr(item, "fixturenames", ())
 
 

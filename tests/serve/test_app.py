@@ -16,7 +16,7 @@ from endpoints import save_editor, world_facts
 
 from malmen.serve.ledger_view import LedgerView
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.endpoint_process, pytest.mark.timeout(900)]
 FACTS = world_facts(400)
 LOOSE = ("guard.min_success=0", "guard.max_shift_ratio=1000", "guard.max_perplexity_ratio=1000", "writer.cpus=0.1",
          "reader.cpus=0.1", "limits.requests_per_minute=100000")  # fmt: skip
@@ -93,7 +93,7 @@ def test_after_twenty_kills_every_acknowledged_edit_is_there_and_none_is_half_th
         thread.start()
     draw, kills = random.Random(11), 0
     try:
-        for part in [*PARTS * 6, "all of Ray", *PARTS, "all of Ray"]:
+        for part in [*PARTS * 3, "all of Ray", *PARTS * 3, "all of Ray"]:
             stop.wait(draw.uniform(0.1, 1.0))
             if part == "all of Ray":
                 endpoint.kill_all()

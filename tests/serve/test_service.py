@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from endpoints import LENIENT, Bench, make_bench, untrained_editor, world_facts
+from full_disk import full_disk
 from torch.testing import assert_close
 
 from malmen.data.records import Fact
@@ -250,3 +251,30 @@ def test_facts_that_were_traced_before_give_the_same_version(bench: Bench) -> No
     scratch = bench.editor.edit(bench.lm, FACTS[:10]).shifts
     for name, shift in service.shifts().items():
         assert_close(shift, scratch[name], rtol=1e-4, atol=1e-4 * float(scratch[name].abs().max()))
+
+
+def test_a_full_disk_is_told_and_what_was_asked_can_be_done_later(bench: Bench) -> None:
+    service = bench.service()
+    add(service, FACTS[0])
+    with full_disk(3000):
+        problem = refusal(service, Change("ann", (FACTS[1],), key="k"))
+    assert problem.status == 503
+    assert list(service.live.by_prompt) == [FACTS[0].prompt]
+    assert add(service, FACTS[1], key="k")["num_facts"] == 2
+    assert not [path for path in (bench.folder / "blobs").iterdir() if path.name.startswith(".")]
+    assert service.ledger.verify()["intact"]
+
+
+def test_a_database_that_is_gone_is_told_and_its_return_is_enough(bench: Bench) -> None:
+    service = bench.service()
+    add(service, FACTS[0])
+    service.ledger.close()
+    file, away = bench.folder / "ledger.db", bench.folder / "away.db"
+    file.rename(away)
+    file.mkdir()  # what cannot be opened
+    problem = refusal(service, Change("ann", (FACTS[1],), key="k"))
+    assert problem.status == 503
+    service.ledger.close()
+    file.rmdir()
+    away.rename(file)
+    assert add(service, FACTS[1], key="k")["num_facts"] == 2
