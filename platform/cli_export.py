@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
@@ -41,7 +43,8 @@ def export(
     with err.status("loading the model"):
         lm = load_lm(settings)
     shifts, _ = load_edit(edits, lm)
-    with err.status(f"writing {len(shifts)} layers as {kind}"):
+    # DeepSpeed, which transformers imports to save a model, writes its warnings to where results go.
+    with err.status(f"writing {len(shifts)} layers as {kind}"), redirect_stdout(sys.stderr):
         manifest = export_edit(
             cast(ExportKind, kind),
             out,

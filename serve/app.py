@@ -54,6 +54,11 @@ class WriterDeployment:
         """There is a job."""
         self.writer.jobs.wake()
 
+    def check_health(self) -> None:
+        """Ray asks now and then, and replaces a writer that says no."""
+        if not self.writer.jobs.alive():
+            raise RuntimeError("the thread that works on jobs has died")
+
     async def export(self, version: str, kind: ExportKind, max_rank: int) -> Outcome:
         """Write a version's files."""
         return await asyncio.to_thread(self.writer.export, version, kind, max_rank)

@@ -108,6 +108,10 @@ class JobRunner:
         """There is a new job."""
         self._wake.set()
 
+    def alive(self) -> bool:
+        """Whether jobs are worked on."""
+        return self._thread.is_alive()
+
     def close(self) -> None:
         """Work on no more jobs; the one at hand is begun again by the next writer."""
         self._stop = True

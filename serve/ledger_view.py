@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -145,30 +145,49 @@ class LedgerView:
 
     def members(self, version: str) -> frozenset[str]:
         """The corrections that hold in a version: its parent's, and what it added and ended."""
-        with self._lock, self.reading() as connection:
-            path, current = [], version
-            while current not in self._members:
-                path.append(current)
-                parent = connection.execute(select(tables.versions.c.parent).filter_by(id=current)).scalar()
-                if parent is None:
-                    break
-                current = parent
-            held = set(self._members.get(current, ()))
-            for name in reversed(path):
-                rows = connection.execute(select(tables.changes.c.edit, tables.changes.c.kind).filter_by(version=name))
-                for edit, kind in rows:
-                    (held.add if kind == "added" else held.discard)(edit)
-            if len(self._members) > 64:
-                self._members.clear()
-            return self._members.setdefault(version, frozenset(held))
+        with self._lock:
+            if version not in self._members:
+                path = self._path(version, until=self._members)
+                held = set(self._members.get(path[-1][1] or "", ()))
+                changed = self._changes_of([name for name, _ in path])
+                for name, _ in reversed(path):
+                    for edit, kind in changed.get(name, ()):
+                        (held.add if kind == "added" else held.discard)(edit)
+                if len(self._members) > 64:
+                    self._members.clear()
+                self._members[version] = frozenset(held)
+            return self._members[version]
 
-    def descends(self, version: str, ancestor: str) -> bool:
-        """Whether `version` is `ancestor` or was built on it."""
+    def ancestry(self, version: str) -> frozenset[str]:
+        """A version and all that it was built on."""
+        return frozenset(name for name, _ in self._path(version, until=()))
+
+    def _path(self, version: str, until: Container[str]) -> list[tuple[str, str | None]]:
+        """(version, parent) from a version down to the first, or to one whose parent is known already."""
+        path: list[tuple[str, str | None]] = []
+        current: str | None = version
         with self.reading() as connection:
-            current: str | None = version
-            while current is not None and current != ancestor:
-                current = connection.execute(select(tables.versions.c.parent).filter_by(id=current)).scalar()
-        return current is not None
+            parents: Mapping[str, str | None] = {}
+            while current is not None and current not in until:
+                if len(path) == 20:  # a long way: all of it in one query
+                    rows = connection.execute(select(tables.versions.c.id, tables.versions.c.parent))
+                    parents = {row.id: row.parent for row in rows}
+                query = select(tables.versions.c.parent).filter_by(id=current)
+                parent = parents[current] if parents else connection.execute(query).scalar()
+                path.append((current, parent))
+                current = parent
+        return path
+
+    def _changes_of(self, names: Sequence[str]) -> dict[str, list[tuple[str, str]]]:
+        """By version: (correction, how)."""
+        query = select(tables.changes)
+        if len(names) <= 500:
+            query = query.where(tables.changes.c.version.in_(names))
+        found: dict[str, list[tuple[str, str]]] = {}
+        with self.reading() as connection:
+            for row in connection.execute(query).mappings():
+                found.setdefault(row["version"], []).append((row["edit"], row["kind"]))
+        return found
 
     def replay(self, actor: str, key: str) -> tuple[str, dict[str, Any]] | None:
         """The request's hash and the reply that an idempotency key stands for."""

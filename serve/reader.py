@@ -51,7 +51,7 @@ class Reader:
 
     def memory(self) -> dict[str, int]:
         """Versions in memory, and their bytes."""
-        return {"versions": len(self._overlays), "bytes": sum(one.num_bytes() for one in self._overlays.values())}
+        return {"versions": len(self._overlays), "bytes": sum(one.num_bytes() for one in list(self._overlays.values()))}
 
     def encode(self, prompt: Prompt) -> list[int]:
         """A prompt's tokens; a Problem where it cannot be answered."""

@@ -133,9 +133,10 @@ def described(ledger: LedgerView, edits: Sequence[Edit]) -> list[dict[str, Any]]
     """Corrections, each with its state in what is live now."""
     live = ledger.resolve(LIVE).id
     held, ended = ledger.members(live), ledger.ended([edit.id for edit in edits])
+    built_on = ledger.ancestry(live) if ended else frozenset()
     rows = []
     for edit in edits:
-        how = [kind for version, kind in ended.get(edit.id, ()) if ledger.descends(live, version)]
+        how = [kind for version, kind in ended.get(edit.id, ()) if version in built_on]
         state = "live" if edit.id in held else how[-1] if how else "rolled_back"
         shown = {name: getattr(edit, name) for name in ("id", "number", "prompt", "answer", "version", "actor", "at")}
         rows.append({**shown, "state": state, **edit.report})

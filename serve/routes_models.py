@@ -83,7 +83,7 @@ async def find_version(at: Backend, name: str, min_version: str | None) -> Versi
     version: Version = await in_thread(at.ledger.resolve, name)
     if min_version is not None:
         least = await in_thread(at.ledger.resolve, min_version)
-        if not await in_thread(at.ledger.descends, version.id, least.id):
+        if least.id not in await in_thread(at.ledger.ancestry, version.id):
             raise Problem(409, f"{name} is at {version.id}, which was not built on {least.id}: it was rolled back")
     return version
 

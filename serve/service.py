@@ -30,6 +30,7 @@ from malmen.serve.guards import Guards, Measured
 from malmen.serve.ledger import AcceptedRequest, Ledger, NewEdit, Publication
 from malmen.serve.ledger_view import LIVE, Alias
 from malmen.serve.problems import Problem
+from malmen.serve.stored_rows import stored_rows
 
 log = logging.getLogger(__name__)
 Outcome = dict[str, Any] | Problem  # what a request is answered
@@ -284,20 +285,10 @@ class EditService:
         gone, missing = sorted(here - wanted), self.ledger.edits_by_id(sorted(wanted - here))
         if gone or missing:
             log.info("catching up with version %s: %d facts more, %d less", there.version, len(missing), len(gone))
-        self.edit_set = self.edit_set.changed(self._rows_of(missing), self._stored_rows(gone))
+        self.edit_set = self.edit_set.changed(stored_rows(self.blobs, missing, self.lm.device), self._stored_rows(gone))
         self.live.discard(gone)
         self.live.add(missing)
         self._at, self._number = there, self.ledger.last_number()
 
     def _stored_rows(self, names: Sequence[str]) -> list[FactRows]:
-        return self._rows_of([self.live.by_id[name] for name in names])
-
-    def _rows_of(self, edits: Sequence[Any]) -> list[FactRows]:
-        """Rows as they were stored when the facts were added, so that what is subtracted is what was added."""
-        places: dict[str, list[int]] = {}
-        for edit in edits:
-            places.setdefault(edit.rows, []).append(edit.position)
-        return [
-            FactRows.of_tensors(self.blobs.get(name)).select(positions).to(self.lm.device)
-            for name, positions in places.items()
-        ]
+        return stored_rows(self.blobs, [self.live.by_id[name] for name in names], self.lm.device)
