@@ -17,9 +17,8 @@ help: ## list these commands
 quickstart: $(INSTALLED) ## train an editor on the built-in world and edit its model
 	@$(BIN)/malmen quickstart $(ARGS)
 
-# Two processes: one for what shares the Ray cluster, one for the rest (tests/conftest.py).
 test: $(INSTALLED) ## run the tests
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest $(ARGS)
 
 lint: $(INSTALLED) ## ruff: rules and format
 	@$(BIN)/ruff check

@@ -1,1 +1,1 @@
-"""An editing endpoint with Ray Serve; nothing here yet."""
+"""Live edits on Ray Serve: a durable set of facts, exact to take back."""

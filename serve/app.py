@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from fastapi import FastAPI
 from ray import serve
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ReplicaState
@@ -104,7 +104,7 @@ class ReaderDeployment:
         """Queue a prompt; what is wrong with it is told before it is decoded with others."""
         self.answering.reader.encode(prompt)
         growing = Growing()
-        growing.work = asyncio.ensure_future(self._merged((prompt, growing)))
+        growing.filled_by(asyncio.ensure_future(self._merged((prompt, growing))))
         return growing
 
     @serve.batch(max_batch_size=16, batch_wait_timeout_s=0.005)
@@ -152,7 +152,10 @@ class ServeRoles:
         return unwrapped(await _patiently(lambda: self.reader.evaluate.remote(records, shifts, generate), "a reader"))
 
     async def status(self) -> dict[str, Any]:
-        found = await asyncio.to_thread(serve.status)
+        try:
+            found = await asyncio.to_thread(serve.status)
+        except _LOST as error:
+            raise Problem(503, f"Ray Serve's controller does not answer: {type(error).__name__}") from error
         states = {
             name: (sum(one.replica_states.values()), one.replica_states.get(ReplicaState.RUNNING, 0))
             for app in found.applications.values()
@@ -177,6 +180,9 @@ async def _once(ask: Callable[[], Awaitable[Any]], whom: str) -> Any:
         return await ask()
     except BackPressureError as error:
         raise Problem(429, f"{whom} has too much to do", retry_after=2) from error
+    except RayTaskError as error:  # it is there, and failed: asking again would fail again
+        log.error("%s failed", whom, exc_info=error)
+        raise Problem(503, f"{whom} failed: {type(error.cause).__name__}", final=True) from error
     except _LOST as error:
         raise Problem(503, f"{whom} is not there: {type(error).__name__}", retry_after=2) from error
 
@@ -188,7 +194,7 @@ async def _patiently(ask: Callable[[], Awaitable[Any]], whom: str) -> Any:
         try:
             return await _once(ask, whom)
         except Problem as problem:
-            if problem.status != 503 or time.monotonic() > ends:
+            if problem.status != 503 or "final" in problem.more or time.monotonic() > ends:
                 raise
         await asyncio.sleep(0.2)
 

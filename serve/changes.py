@@ -78,7 +78,8 @@ class Plan:
         """What no other change of the same batch may touch: its facts' prompts, the corrections it ends, its key."""
         key = {f"key {self.change.actor} {self.change.key}"} if self.change.key else set()
         prompts = {f"prompt {fact.prompt}" for fact in self.change.facts}
-        return {*key, *prompts, *(f"edit {name}" for name in self.ended)}
+        held = [*self.ended, *(edit.id for edit in self.unchanged.values())]
+        return {*key, *prompts, *(f"edit {name}" for name in held)}
 
 
 def make_plan(change: Change, live: LiveFacts, version: str, encoder: FactEncoder) -> Plan:

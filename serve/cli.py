@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 from pathlib import Path
@@ -95,6 +96,10 @@ def _absolute(settings: ServeConfig) -> ServeConfig:
 
         editor = str(download_editor(editor))
     changed: dict[str, Any] = {"editor": editor, "store": str(Path(settings.store).absolute())}
+    if settings.tokens:
+        changed["tokens"] = str(Path(settings.tokens).absolute())
+    if settings.database and re.match(r"sqlite:///[^/]", settings.database):
+        changed["database"] = f"sqlite:///{Path(settings.database.removeprefix('sqlite:///')).absolute()}"
     model = settings.model
     if model and Path(model).expanduser().exists():
         changed["model"] = str(Path(model).expanduser().absolute())

@@ -80,12 +80,12 @@ def decode_batch(lm: LanguageModel, prompts: Sequence[Sequence[int]], answers: S
 
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> int:
     """One token from logits (vocabulary,)."""
-    if sampling.temperature == 0:
+    if sampling.temperature < 1e-4:  # smaller ones overflow, and mean the same
         return int(logits.argmax())
     probabilities = (logits.float() / sampling.temperature).softmax(-1)
     if sampling.top_p < 1:
         ordered, order = probabilities.sort(descending=True)
-        ordered[ordered.cumsum(-1) - ordered >= sampling.top_p] = 0  # the first always stays
+        ordered[1:][(ordered.cumsum(-1) - ordered)[1:] >= sampling.top_p] = 0  # the first always stays
         probabilities = torch.zeros_like(probabilities).scatter(0, order, ordered)
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
@@ -115,7 +115,8 @@ class _Decoder:
         """Logits (rows, vocabulary) of the next token, given the ones just drawn (rows, 1)."""
         if ids is not None:
             self.mask = torch.cat((self.mask, torch.ones_like(ids)), dim=1)
-            self.positions = self.positions[:, -1:] + 1
+            # An answer that has ended is decoded on with the others: its place must stay one that the model has.
+            self.positions = (self.positions[:, -1:] + 1).clamp(max=(self.lm.max_positions or 2**31) - 1)
         inputs: dict[str, Any] = {"attention_mask": self.mask, "past_key_values": self.past, "use_cache": True}
         if "position_ids" in self.known:
             inputs["position_ids"] = self.positions

@@ -31,7 +31,8 @@ class Measured:
 
     def report(self) -> dict[str, Any]:
         """Plain numbers."""
-        return {"max_shift_ratio": self.max_shift_ratio, "perplexity_ratio": self.perplexity_ratio}
+        numbers = {"max_shift_ratio": self.max_shift_ratio, "perplexity_ratio": self.perplexity_ratio}
+        return {name: value if value is not None and math.isfinite(value) else None for name, value in numbers.items()}
 
 
 class Guards:

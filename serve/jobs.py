@@ -21,6 +21,7 @@ from malmen.serve.problems import Problem
 from malmen.serve.service import EditService
 
 log = logging.getLogger(__name__)
+UNFINISHED = ("queued", "running", "again")  # again: a writer was lost while it was running
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Job:
     id: str
     actor: str
     key: str | None
-    state: str  # queued, running, done or failed
+    state: str  # queued, running, again, done or failed
     done: int
     total: int
     result: dict[str, Any] | None
@@ -77,12 +78,13 @@ class JobBook:
 
     def next(self) -> Job | None:
         """The oldest one that is not finished; one that was running when the writer died is begun again."""
-        return self._find(tables.jobs.c.state.in_(("queued", "running")))
+        return self._find(tables.jobs.c.state.in_(UNFINISHED))
 
     def mark(self, name: str, **values: Any) -> None:
         """Progress, or the end."""
+        unfinished = tables.jobs.c.state.in_(UNFINISHED)  # what is finished stays as it ended
         with self.ledger.changing() as connection:
-            connection.execute(update(tables.jobs).filter_by(id=name).values(**values))
+            connection.execute(update(tables.jobs).where(unfinished).filter_by(id=name).values(**values))
 
     def _find(self, *conditions: Any, **values: Any) -> Job | None:
         query = select(tables.jobs).where(*conditions).filter_by(**values).order_by(tables.jobs.c.at).limit(1)
@@ -131,13 +133,16 @@ class JobRunner:
     def _work(self, job: Job) -> None:
         change = job.change()
         try:
+            if job.state == "again":
+                raise Problem(422, "the writer died of this job twice; send it in smaller parts")
             self.service.check(change)
-            self.book.mark(job.id, state="running", done=0)
+            self.book.mark(job.id, state="again" if job.state == "running" else "running", done=0)
             rows = self.service.prepare(change.facts, lambda done: self._progress(job, done)) if change.facts else None
             (found,) = self.service.apply([replace(change, rows=rows)])
         except EditError as error:
             found = error if isinstance(error, Problem) else Problem(422, str(error))
         if isinstance(found, Problem) and found.status == 503:
+            self.book.mark(job.id, state="queued")
             raise found  # not the request's fault
         if isinstance(found, Problem):
             self.book.mark(job.id, state="failed", result=canonical(found.document()))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from malmen.data.records import EditRecord
+from malmen.errors import EditError
 from malmen.export import ExportKind
 from malmen.serve.changes import Change
 from malmen.serve.decoding import Answer
@@ -18,6 +20,8 @@ from malmen.serve.problems import Problem
 from malmen.serve.reader import Prompt, Reader
 from malmen.serve.service import Outcome
 from malmen.serve.settings import ServeConfig
+
+log = logging.getLogger(__name__)
 
 
 class Roles(Protocol):
@@ -84,17 +88,17 @@ class Answering:
         try:
             with self._turn:
                 tell(self.reader.answer([prompt for prompt, _ in asked], tell))
-        except Problem as problem:
+        except EditError as error:
             for _, queue in asked:
-                queue.fail(problem)
+                queue.fail(as_problem(error))
 
     def evaluate(self, records: Sequence[EditRecord], shifts: str | None, generate: bool) -> Outcome:
         """ES, GS, LS, or what is wrong."""
         try:
             with self._turn:
                 return self.reader.evaluate(records, shifts, generate)
-        except Problem as problem:
-            return problem
+        except EditError as error:
+            return as_problem(error)
 
     def chat_text(self, turns: list[dict[str, str]]) -> tuple[str, bool]:
         """By the tokenizer's chat template; a model without one reads the turns' texts, one below the other."""
@@ -111,7 +115,18 @@ class Growing:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[dict[str, Any] | Problem] = asyncio.Queue()
         self._ended = False
-        self.work: asyncio.Future[Any] | None = None  # what fills it, kept so that it is not forgotten
+        self._work: asyncio.Future[Any] | None = None
+
+    def filled_by(self, work: asyncio.Future[Any]) -> None:
+        """What decodes it; kept, so that it is not forgotten, and watched: if it fails, nobody waits for ever."""
+        self._work = work
+        work.add_done_callback(self._see)
+
+    def _see(self, work: asyncio.Future[Any]) -> None:
+        error = None if work.cancelled() else work.exception()
+        if error is not None:
+            log.error("decoding failed", exc_info=error)
+            self._queue.put_nowait(Problem(503, f"decoding failed: {type(error).__name__}"))
 
     def put(self, answer: Answer) -> None:
         """From the decoding thread: the answer as it is now; its end is told at once, and once."""
@@ -166,16 +181,15 @@ class OneProcess:
     async def complete(self, prompt: Prompt) -> dict[str, Any]:
         self.answering.reader.encode(prompt)
         growing = Growing()
-        await asyncio.to_thread(self.answering.answer, [(prompt, growing)])
+        growing.filled_by(asyncio.ensure_future(asyncio.to_thread(self.answering.answer, [(prompt, growing)])))
         return await growing.end()
 
     async def stream(self, prompt: Prompt) -> AsyncIterator[dict[str, Any]]:
         self.answering.reader.encode(prompt)
         growing = Growing()
-        work = asyncio.ensure_future(asyncio.to_thread(self.answering.answer, [(prompt, growing)]))
+        growing.filled_by(asyncio.ensure_future(asyncio.to_thread(self.answering.answer, [(prompt, growing)])))
         async for state in growing.states():
             yield state
-        await work
 
     async def chat_text(self, turns: list[dict[str, str]]) -> tuple[str, bool]:
         return self.answering.chat_text(turns)
@@ -193,6 +207,11 @@ class OneProcess:
     def close(self) -> None:
         """Stop the jobs."""
         self.writer.jobs.close()
+
+
+def as_problem(error: EditError) -> Problem:
+    """What is wrong with the store is the endpoint's trouble, not the caller's."""
+    return error if isinstance(error, Problem) else Problem(503, str(error))
 
 
 def unwrapped(outcome: Outcome) -> dict[str, Any]:

@@ -125,7 +125,8 @@ def check_size(asked: EditsIn, at: Backend) -> None:
 
 def job_out(job: Job) -> dict[str, Any]:
     """A job for its caller."""
-    shown = {name: getattr(job, name) for name in ("id", "state", "done", "total")}
+    state = "running" if job.state == "again" else job.state
+    shown = {"id": job.id, "state": state, "done": job.done, "total": job.total}
     return {**shown, "problem" if job.state == "failed" else "result": job.result}
 
 

@@ -21,8 +21,10 @@ class _Sampled(BaseModel):
 
     model: Name = Field(default="live", description="an alias (`live`, `base`, …) or a version's id")
     max_tokens: int | None = Field(default=None, ge=1, le=1_000_000)
-    temperature: float = Field(default=0.0, ge=0, le=2, description="0, the default here: the most probable token")
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    temperature: float = Field(
+        default=0.0, ge=0, le=2, allow_inf_nan=False, description="0, the default here: the most probable token"
+    )
+    top_p: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
     stop: Stop | list[Stop] | None = Field(default=None)
     seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
     stream: bool = False

@@ -104,7 +104,7 @@ class EditService:
                 except Problem as problem:
                     outcomes[index] = problem
                     continue
-                if plans and (change.dry_run or touched & plan.touches()):
+                if plans and (change.dry_run or change.base_version or touched & plan.touches()):
                     later[index] = change
                     continue
                 plans[index] = plan
@@ -113,11 +113,10 @@ class EditService:
                     later.update({other: it for other, it in waiting.items() if other > index})
                     break
             return {**self._do(plans, outcomes), **later}
-        except Problem as problem:
-            outcomes.update({index: problem for index in waiting if index not in outcomes})
-        except OSError as error:
-            broken = Problem(503, f"the store cannot be written: {error.strerror or error}", retry_after=5)
-            outcomes.update({index: broken for index in waiting if index not in outcomes})
+        except (EditError, OSError) as error:  # a database or store that fails, rows that are gone or were changed
+            said = error.strerror if isinstance(error, OSError) else error
+            told = error if isinstance(error, Problem) else Problem(503, f"the store fails: {said}", retry_after=5)
+            outcomes.update({index: told for index in waiting if index not in outcomes})
         self._at = None  # whatever was recorded, the next round reads the ledger
         return {}
 
@@ -133,7 +132,13 @@ class EditService:
         self, plans: dict[int, Plan], rows: FactRows | None, outcomes: dict[int, Outcome]
     ) -> dict[int, Change]:
         """Solve, look, record. A batch that is refused is cut in two, so that nobody is refused for another's facts."""
-        candidate = self._solve(list(plans.values()), rows)
+        try:
+            candidate = self._solve(list(plans.values()), rows)
+        except Problem as problem:
+            if len(plans) > 1:
+                return self._publish_halves(plans, rows, outcomes)
+            outcomes[next(iter(plans))] = problem
+            return {}
         refusals = self._refusals(candidate)
         if any(refusals):
             if len(plans) == 1:

@@ -68,7 +68,6 @@ class ServeConfig(Section):
     store: str = Field(default="runs/serve", description="the folder of ledger, versions, tokens; shared on a cluster")
     database: str | None = Field(default=None, description="of the ledger; default: sqlite in the store")
     tokens: str | None = Field(default=None, description="the file of tokens; default: tokens.yaml in the store")
-    log_prompts: bool = Field(default=False, description="whether prompts and answers may stand in logs")
     ingress_replicas: int = Field(default=1, gt=0, description="processes that take HTTP requests")
     guard: GuardConfig = GuardConfig()
     limits: LimitConfig = LimitConfig()

@@ -14,23 +14,6 @@ SUPPORT = str(Path(__file__).parent / "support")
 Run = Callable[..., tuple[int, str, str]]
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `pytest -n 2 --dist loadgroup`: files that use the Ray cluster in one process, and first, for they take
-    longest; the other files whole too, so that their fixtures are made once."""
-    whole_files = {item.path for item in items if _on_ray(item)}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("ray" if item.path in whole_files else str(item.path)))
-    items.sort(key=lambda item: item.path not in whole_files)
-
-
-def _on_ray(item: pytest.Item) -> bool:
-    """Of the session's cluster; the endpoint's tests start one of their own, as `malmen serve` does."""
-    if "endpoint_process" in item.keywords:
-        return False
-    return any(map(item.get_closest_marker, ("ray", "deepspeed"))) or "ray_cluster" in getattr(item, "fixturenames", ())
-
-
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     """Small tensors are slower on several threads."""

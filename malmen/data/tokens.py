@@ -200,7 +200,7 @@ class FactEncoder:
 
     def _count_truncation(self, prompt: str, keep: int) -> None:
         self.truncated += 1
-        log.warning("truncated to %d tokens: %r (%d so far)", keep, prompt[:60], self.truncated)
+        log.warning("truncated a prompt of %d characters to %d tokens (%d so far)", len(prompt), keep, self.truncated)
 
 
 def make_batches(facts: Sequence[EncodedFact], token_budget: int, pad_id: int) -> list[TokenBatch]:

@@ -92,6 +92,34 @@ def test_prompts_of_different_versions_are_answered_in_one_batch_as_they_would_b
     assert len(set(together)) > 6
 
 
+def test_a_long_answer_to_a_short_prompt_does_not_push_a_long_prompt_beyond_the_models_places(fresh: Endpoint) -> None:
+    from malmen.serve.decoding import Sampling
+    from malmen.serve.reader import Prompt
+
+    reader = fresh.roles.answering.reader
+    long, short = " ".join(FACTS[0]["prompt"] for _ in range(3)), "a"
+    places = reader.lm.max_positions
+    assert places is not None
+    drawn = Sampling(places, temperature=2.0, seed=3)
+    answers = reader.answer([Prompt(text, None, drawn) for text in (long, short)])
+    assert answers[0].prompt_tokens > 30 and all(answer.finish_reason for answer in answers)
+
+
+@pytest.mark.parametrize("how", [{"temperature": 1e-40}, {"temperature": 1.0, "top_p": 1e-50}])
+def test_the_smallest_numbers_that_are_allowed_give_an_answer(shared: Endpoint, how: dict[str, float]) -> None:
+    reply = shared.admin.post("/v1/completions", json={"model": "base", "prompt": "a", "max_tokens": 2, **how})
+    assert reply.status_code == 200, reply.text
+
+
+def test_a_version_whose_file_was_damaged_is_told_and_others_are_served(fresh: Endpoint) -> None:
+    made = fresh.add(FACTS[0])
+    fresh.roles.answering.reader.blobs.path(fresh.backend.ledger.resolve(made["version"]).shifts).write_bytes(b"x")
+    asked = {"model": "live", "prompt": "a", "max_tokens": 2}
+    reply = fresh.admin.post("/v1/completions", json=asked)
+    assert reply.status_code == 503 and "was changed" in reply.json()["detail"]
+    assert fresh.admin.post("/v1/completions", json={**asked, "model": "base"}).status_code == 200
+
+
 def test_an_overlay_in_the_reader_is_the_edit_laid_over_the_model(fresh: Endpoint) -> None:
     made = fresh.add(*FACTS[:4])
     reader, lm = fresh.roles.answering.reader, fresh.roles.answering.reader.lm

@@ -64,11 +64,15 @@ def test_300_random_changes_end_in_the_shift_from_scratch_and_what_was_removed_i
     scratch = bench.editor.edit(bench.lm, left).shifts
     for name, shift in service.shifts().items():
         assert_close(shift, scratch[name], rtol=1e-8, atol=1e-8 * float(scratch[name].abs().max()))
-    unedited = ask(bench.lm, removed, 8)
-    add(service, remove=tuple(name for name, _ in held.values()))
+    with edited(bench.lm, scratch):
+        never_added = ask(bench.lm, removed, 8)
     with edited(bench.lm, service.shifts()):
-        assert ask(bench.lm, removed, 8) == unedited
+        assert ask(bench.lm, removed, 8) == never_added
+    unedited = ask(bench.lm, people, 8)
+    add(service, remove=tuple(name for name, _ in held.values()))
     assert service.shifts() == {}
+    with edited(bench.lm, service.shifts()):
+        assert ask(bench.lm, people, 8) == unedited
 
 
 @pytest.mark.slow
@@ -98,6 +102,31 @@ def test_requests_that_come_together_share_one_version(bench: Bench) -> None:
     found = service.apply([Change("ann", (FACTS[0],)), Change("bob", (FACTS[1], FACTS[2]))])
     assert found[0]["version"] == found[1]["version"] and found[1]["num_facts"] == 3
     assert [edit.actor for edit in service.ledger.edits()] == ["bob", "bob", "ann"]
+
+
+def test_of_two_that_want_the_same_base_version_only_one_gets_it(bench: Bench) -> None:
+    service = bench.service()
+    base = service.ledger.resolve("live").id
+    found = service.apply([Change(name, (FACTS[at],), base_version=base) for at, name in enumerate(("ann", "bob"))])
+    assert isinstance(found[0], dict) and isinstance(found[1], Problem) and found[1].status == 409
+
+
+def test_nobody_is_told_that_a_fact_holds_which_the_same_version_takes_back(bench: Bench) -> None:
+    service = bench.service()
+    first = add(service, FACTS[0])
+    name = first["edits"][0]["id"]
+    found = service.apply([Change("ann", remove=(name,)), Change("bob", (FACTS[0], FACTS[1]))])
+    held = service.ledger.members(found[1]["version"])
+    assert {row["id"] for row in found[1]["edits"]} <= held and name not in held
+
+
+def test_rows_that_were_damaged_fail_the_one_who_needs_them_and_nobody_after(bench: Bench) -> None:
+    service = bench.service()
+    first = add(service, FACTS[0])
+    edit = service.ledger.edit(first["edits"][0]["id"])
+    service.blobs.path(edit.rows).write_bytes(b"x")
+    assert refusal(service, Change("ann", remove=(edit.id,))).status == 503
+    assert add(service, FACTS[1])["num_facts"] == 2
 
 
 def test_a_new_answer_to_the_same_prompt_supersedes_the_old_one_exactly(bench: Bench) -> None:
