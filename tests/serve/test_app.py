@@ -133,7 +133,7 @@ def wait_for_more(sent: dict[str, tuple[str, bool]], before: int) -> int:
 def check(endpoint: EndpointProcess, sent: dict[str, tuple[str, bool]]) -> None:
     """What was acknowledged is there once; what was not is there whole or not at all; asked again, it is done once."""
     acknowledged = {prompt for prompt, done in sent.values() if done}
-    assert acknowledged
+    assert len(acknowledged) > 5
     ledger = LedgerView(f"sqlite:///{endpoint.store / 'ledger.db'}")
     assert ledger.verify()["intact"]
     live = ledger.resolve("live")

@@ -112,5 +112,5 @@ def test_the_console_is_legible_on_a_phone_and_in_the_dark(browser: Any, address
 def test_a_wrong_token_is_told(browser: Any, address: str) -> None:
     page = browser.new_page()
     page.goto(address.split("#")[0] + "#token=wrong")
-    page.locator("#status").get_by_text("token").first.wait_for(timeout=15_000)
+    page.locator("#connection").get_by_text("refused").wait_for(timeout=15_000)  # not there before it was tried
     page.close()
