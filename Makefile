@@ -9,7 +9,7 @@ WHEEL := build/types
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test lint types bench clean
+.PHONY: help quickstart test chaos lint types bench clean
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,8 +17,11 @@ help: ## list these commands
 quickstart: $(INSTALLED) ## train an editor on the built-in world and edit its model
 	@$(BIN)/malmen quickstart $(ARGS)
 
-test: $(INSTALLED) ## run the tests
-	@$(BIN)/python -m pytest $(ARGS)
+test: $(INSTALLED) ## run the tests (but those of `make chaos`)
+	@$(BIN)/python -m pytest -m "not chaos" $(ARGS)
+
+chaos: $(INSTALLED) ## kill every part of training and of the endpoint, and see that nothing is lost
+	@$(BIN)/python -m pytest -m chaos $(ARGS)
 
 lint: $(INSTALLED) ## ruff: rules and format
 	@$(BIN)/ruff check

@@ -30,11 +30,10 @@ from malmen.facts import encode_batches
 from malmen.layers import find_layers
 from malmen.lm import LanguageModel, load_lm
 from malmen.serve.blobs import BlobStore
-from malmen.serve.changes import Change
-from malmen.serve.decoding import Sampling
 from malmen.serve.guards import Guards
 from malmen.serve.ledger import Ledger
-from malmen.serve.reader import Prompt, Reader
+from malmen.serve.messages import Change, Prompt, Sampling
+from malmen.serve.reader import Reader
 from malmen.serve.service import EditService
 from malmen.serve.settings import GuardConfig
 from malmen.trace import trace

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,7 +18,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import malmen
-from malmen.config import Config, parse_config
+from malmen.checkpoint_files import (
+    FORMAT,
+    best_of,
+    latest_checkpoint,
+    read_config,
+    read_json,
+    read_state,
+    scores_by_checkpoint,
+)
 from malmen.editor import Editor
 from malmen.errors import EditError
 from malmen.files import whole_file, whole_folder
@@ -29,8 +36,6 @@ from malmen.storage import MARK, PREFIX, RunStore
 
 if TYPE_CHECKING:
     from malmen.lm import LanguageModel
-
-FORMAT = 1
 
 
 def save_checkpoint(
@@ -55,39 +60,11 @@ def save_checkpoint(
         save_file(_contiguous(editor.optimizer_state()), folder / "optimizer.safetensors")
         _write_json(folder / "config.json", editor.config.model_dump(mode="json"))
         _write_json(folder / MARK, {**state, **(extra or {})})
-    found = _scores(store)
+    found = scores_by_checkpoint(store)
     for old in list(found)[:-keep]:
-        if old != _best(found):
+        if old != best_of(found):
             store.remove(old)
     return store.join(name)
-
-
-@overload
-def latest_checkpoint(folder: Path) -> Path: ...
-@overload
-def latest_checkpoint(folder: str | Path) -> str | Path: ...
-def latest_checkpoint(folder: str | Path) -> str | Path:
-    """The folder itself if it is a checkpoint, else the newest one in it."""
-    store = RunStore(folder)
-    if store.exists(MARK):
-        return store.location
-    found = store.checkpoints()
-    if not found:
-        raise EditError(
-            f"{folder} holds no trained editor: expected {MARK}, or {PREFIX}* folders as `malmen train` writes"
-        )
-    return store.join(found[-1])
-
-
-@overload
-def best_checkpoint(run: Path) -> Path: ...
-@overload
-def best_checkpoint(run: str | Path) -> str | Path: ...
-def best_checkpoint(run: str | Path) -> str | Path:
-    """The one with the highest score; the newest if none was evaluated."""
-    store = RunStore(run)
-    best = _best(_scores(store))
-    return store.join(best) if best else latest_checkpoint(run)
 
 
 def load_editor(folder: str | Path, lm: LanguageModel | None = None, *, optimizer: bool = False) -> Editor:
@@ -113,20 +90,6 @@ def load_editor(folder: str | Path, lm: LanguageModel | None = None, *, optimize
     return editor
 
 
-def read_state(folder: str | Path) -> dict[str, Any]:
-    """state.json of a checkpoint."""
-    state = _read_json(latest_checkpoint(folder), MARK)
-    if state.get("format") != FORMAT:
-        raise EditError(f"{folder} has checkpoint format {state.get('format')!r}; this version reads format {FORMAT}")
-    return state
-
-
-def read_config(folder: str | Path) -> Config:
-    """The resolved config that a checkpoint was made with."""
-    folder = latest_checkpoint(folder)
-    return parse_config(_read_json(folder, "config.json"), str(RunStore(folder).join("config.json")))
-
-
 def save_edit(folder: Path, shifts: dict[str, Tensor], manifest: dict[str, Any]) -> None:
     """The shifts of an edit with what they belong to."""
     with whole_folder(folder, replaces="edit.json") as fresh:
@@ -138,7 +101,7 @@ def load_edit(folder: Path, lm: LanguageModel | None = None) -> tuple[dict[str, 
     """Shifts and manifest; refused for another base model."""
     if not (folder / "edit.json").exists():
         raise EditError(f"{folder} holds no edit: expected edit.json and shifts.safetensors as `malmen edit` writes")
-    manifest = _read_json(folder, "edit.json")
+    manifest = read_json(folder, "edit.json")
     if manifest.get("format") != FORMAT or "base_model" not in manifest:
         raise EditError(f"{folder}/edit.json has format {manifest.get('format')!r}; this version reads format {FORMAT}")
     if lm is not None and lm.fingerprint() != manifest["base_model"]:
@@ -169,21 +132,6 @@ def _state(editor: Editor, fingerprint: str, scores: Mapping[str, Any] | None) -
     }
 
 
-def _scores(store: RunStore) -> dict[str, float | None]:
-    """By checkpoint, the newest last; one that cannot be read now is left out, and so is neither best nor removed."""
-    found: dict[str, float | None] = {}
-    for name in store.checkpoints():
-        with suppress(EditError):
-            found[name] = read_state(store.join(name)).get("score")
-    return found
-
-
-def _best(found: dict[str, float | None]) -> str | None:
-    """The name with the highest score, the newest of equals."""
-    scored = {name: value for name, value in reversed(found.items()) if value is not None}
-    return max(scored, key=lambda name: scored[name], default=None)
-
-
 def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
@@ -205,19 +153,6 @@ def _load_into(editor: Editor, tensors: dict[str, Tensor], folder: str | Path) -
         raise EditError(
             f"the tensors in {folder} do not fit its config: {' '.join(str(error).split())[:300]}"
         ) from error
-
-
-def _read_json(folder: str | Path, name: str) -> dict[str, Any]:
-    path = RunStore(folder).join(name)
-    try:
-        found = json.loads(RunStore(folder).read_text(name))
-    except OSError as error:
-        raise EditError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise EditError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise EditError(f"{path} holds a {type(found).__name__}; expected an object")
-    return found
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
@@ -108,7 +108,7 @@ class EditSet:
     def changed(self, added: Iterable[FactRows] = (), removed: Iterable[FactRows] = ()) -> EditSet:
         """This set with some facts more and some less."""
         sums, count = self.equations, self.num_facts
-        for rows, sign in [*((rows, 1) for rows in added), *((rows, -1) for rows in removed)]:
+        for rows, sign in chain(((rows, 1) for rows in added), ((rows, -1) for rows in removed)):
             if len(rows) == 0:
                 continue
             found = rows.equations()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from malmen.checkpoint import latest_checkpoint, read_config, read_state
+from malmen.checkpoint_files import latest_checkpoint, read_config, read_state
 from malmen.config import Config, parse_config
 from malmen.errors import EditError
 from malmen.files import whole_file

@@ -29,7 +29,8 @@ def edit(
     as_json: AsJson = False,
 ) -> None:
     """Apply facts from a file: one change of weights for all of them, reported fact by fact and saved."""
-    from malmen.checkpoint import read_state, save_edit
+    from malmen.checkpoint import save_edit
+    from malmen.checkpoint_files import read_state
     from malmen.data.readers import read_records
     from malmen.evaluate import evaluate
     from malmen.files import check_replaceable
@@ -149,7 +150,8 @@ def _folder(editor: str) -> str | Path:
 
 def _load(folder: str | Path, model: str | None) -> tuple[Any, Any, Any]:
     """The base model, the editor trained for it, and its config."""
-    from malmen.checkpoint import load_editor, read_config
+    from malmen.checkpoint import load_editor
+    from malmen.checkpoint_files import read_config
     from malmen.lm import load_lm
     from malmen.platform.output import err
 

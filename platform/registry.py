@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from malmen.checkpoint import latest_checkpoint, read_state
+from malmen.checkpoint_files import latest_checkpoint, read_state
 from malmen.config import Config, TrackingConfig
 from malmen.errors import EditError, UsageError
 from malmen.platform.mlflow_store import clear_errors, connect, safe_name, shown

@@ -23,7 +23,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from malmen.checkpoint import read_state
+from malmen.checkpoint_files import read_state
 from malmen.config import Config
 from malmen.errors import EditError, RunStopped, UsageError
 from malmen.layers import LayerSpec, find_layers

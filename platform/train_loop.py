@@ -13,7 +13,7 @@ import ray
 import torch
 from ray.train import get_context
 
-from malmen.checkpoint import latest_checkpoint, read_state
+from malmen.checkpoint_files import latest_checkpoint, read_state
 from malmen.config import Config
 from malmen.errors import EditError
 from malmen.platform.hypernet_actor import EVALUATION

@@ -22,9 +22,9 @@ from malmen.errors import EditError
 from malmen.serve.access import Access, Caller, RateLimit, Role
 from malmen.serve.jobs import JobBook
 from malmen.serve.ledger import Ledger
+from malmen.serve.messages import Roles
 from malmen.serve.meters import Meters
 from malmen.serve.problems import TITLES, Problem
-from malmen.serve.roles import Roles
 from malmen.serve.schemas import ProblemOut
 from malmen.serve.settings import ServeConfig
 

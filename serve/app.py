@@ -1,4 +1,7 @@
-"""The roles as Ray Serve deployments: an ingress, exactly one writer, and readers that scale by load."""
+"""The roles as Ray Serve deployments: an ingress, exactly one writer, and readers that scale by load.
+
+Only the writer and the readers need torch and the model: they import them when they start.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import FastAPI
 from ray import serve
@@ -17,27 +20,30 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ReplicaState
 
 from malmen.data.records import EditRecord
-from malmen.export import ExportKind
 from malmen.serve.access import load_access
 from malmen.serve.api import Backend, make_app
-from malmen.serve.changes import Change
-from malmen.serve.materials import make_reader, open_ledger
+from malmen.serve.growing import Growing
+from malmen.serve.messages import Change, Outcome, Prompt, unwrapped
+from malmen.serve.open_ledger import open_ledger
 from malmen.serve.problems import Problem
-from malmen.serve.reader import Prompt
-from malmen.serve.roles import Answering, Growing, Writer, unwrapped
-from malmen.serve.service import Outcome
 from malmen.serve.settings import ServeConfig, parse_settings
+
+if TYPE_CHECKING:
+    from malmen.export import ExportKind
 
 log = logging.getLogger(__name__)
 PATIENCE = 60.0  # seconds that an ingress waits for a writer or reader that is being replaced
+LONGEST = 600.0  # seconds for one reply; what takes longer is a job
 _LOST = (RayActorError, DeploymentUnavailableError, RayServeException, RayError)
 
 
-@serve.deployment(num_replicas=1, max_ongoing_requests=1000, health_check_period_s=5)
+@serve.deployment(num_replicas=1, max_ongoing_requests=1000, health_check_period_s=2)
 class WriterDeployment:
     """The one writer: what arrives while it solves is merged into the next solve."""
 
     def __init__(self, raw: dict[str, Any]) -> None:
+        from malmen.serve.roles import Writer
+
         self.settings = parse_settings(raw, "the endpoint's settings")
         self.writer = Writer(self.settings)
         _set_batching(self._merged, self.settings.writer.batch, self.settings.writer.wait_seconds)
@@ -64,11 +70,14 @@ class WriterDeployment:
         return await asyncio.to_thread(self.writer.export, version, kind, max_rank)
 
 
-@serve.deployment(max_ongoing_requests=100, health_check_period_s=5)
+@serve.deployment(max_ongoing_requests=100, health_check_period_s=2)
 class ReaderDeployment:
     """A reader: prompts that arrive together are decoded together, whatever their versions."""
 
     def __init__(self, raw: dict[str, Any]) -> None:
+        from malmen.serve.materials import make_reader
+        from malmen.serve.roles import Answering
+
         settings = parse_settings(raw, "the endpoint's settings")
         self.answering = Answering(make_reader(settings))
         _set_batching(self._merged, settings.reader.batch, settings.reader.wait_seconds)
@@ -76,7 +85,7 @@ class ReaderDeployment:
     async def complete(self, prompt: Prompt) -> Outcome:
         """The whole answer."""
         try:
-            return await self._begin(prompt).end()
+            return {**await self._begin(prompt).end(), "reader": serve.get_replica_context().replica_tag}
         except Problem as problem:
             return problem
 
@@ -177,7 +186,9 @@ class ServeRoles:
 
 async def _once(ask: Callable[[], Awaitable[Any]], whom: str) -> Any:
     try:
-        return await ask()
+        return await asyncio.wait_for(ask(), LONGEST)
+    except TimeoutError as error:  # it may still be done: the same Idempotency-Key asks for its result
+        raise Problem(503, f"{whom} did not reply within {LONGEST:.0f} s", final=True, retry_after=5) from error
     except BackPressureError as error:
         raise Problem(429, f"{whom} has too much to do", retry_after=2) from error
     except RayTaskError as error:  # it is there, and failed: asking again would fail again
@@ -215,7 +226,7 @@ def _app() -> FastAPI:
     return make_app(_backend)
 
 
-@serve.deployment(max_ongoing_requests=1000, health_check_period_s=5)
+@serve.deployment(max_ongoing_requests=1000, health_check_period_s=2)
 @serve.ingress(_app)
 class Ingress:
     """HTTP: who asks, what, and whether they may."""

@@ -8,30 +8,10 @@ from typing import Any
 
 from malmen.data.records import Fact
 from malmen.data.tokens import EncodedFact, FactEncoder
-from malmen.edit_set import FactRows
 from malmen.errors import EditError
-from malmen.serve.chain import canonical, digest
 from malmen.serve.ledger_view import Edit
+from malmen.serve.messages import Change
 from malmen.serve.problems import Problem
-
-
-@dataclass(frozen=True)
-class Change:
-    """One request: facts that shall hold, corrections to be taken back, or both; all of it or nothing."""
-
-    actor: str
-    facts: tuple[Fact, ...] = ()
-    remove: tuple[str, ...] = ()
-    key: str | None = None  # the caller's: the same key again gives the same reply and does nothing twice
-    dry_run: bool = False
-    base_version: str | None = None  # only if this is what is live now
-    job: str | None = None
-    rows: FactRows | None = field(default=None, compare=False)  # of the facts, where they were computed before
-
-    def fingerprint(self) -> str:
-        """A hash of what is asked, to tell a repeated request from another one with the same key."""
-        facts = [[fact.prompt, fact.answer] for fact in self.facts]
-        return digest(canonical([facts, list(self.remove), self.dry_run, self.base_version]))
 
 
 @dataclass

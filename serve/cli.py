@@ -59,7 +59,7 @@ def _serve(settings: ServeConfig, host: str, port: int, address: str | None, as_
     from malmen.platform.output import err, print_json
     from malmen.serve.access import load_access, token_of
     from malmen.serve.app import tokens_file
-    from malmen.serve.materials import open_ledger
+    from malmen.serve.open_ledger import open_ledger
     from malmen.serve.running import run_endpoint, stop_endpoint
 
     open_ledger(settings).close()  # a wrong editor or store is told before anything is started
@@ -151,5 +151,5 @@ def audit(
         raise EditError(
             f"the ledger was changed: entry {at} is not what was written"
             if at is not None
-            else f"the ledger was changed: its end or these corrections differ from the entries: {found.get('edits')}"
+            else f"the ledger was changed: its end, or these rows, are not what the entries say: {found['differing']}"
         )

@@ -11,17 +11,7 @@ import torch
 from torch import Tensor
 
 from malmen.lm import LanguageModel
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How one answer is drawn; temperature 0 takes the most probable token."""
-
-    max_tokens: int = 16
-    temperature: float = 0.0
-    top_p: float = 1.0
-    stop: tuple[str, ...] = ()
-    seed: int | None = None
+from malmen.serve.messages import Sampling
 
 
 @dataclass

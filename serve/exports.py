@@ -1,21 +1,14 @@
-"""Versions as files for those who do not have malmen, kept in the store and fetched by name."""
+"""Versions as files for those who do not have malmen."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 from malmen.errors import EditError
 from malmen.export import ExportKind, export_edit
-from malmen.serve.ledger_view import LedgerView
+from malmen.serve.export_files import export_folder
 from malmen.serve.problems import Problem
 from malmen.serve.service import EditService
-
-
-def export_folder(store: str, version: str, kind: str) -> Path:
-    """Where an export lies."""
-    return Path(store) / "exports" / f"{version}-{kind}"
 
 
 def export_version(
@@ -38,12 +31,3 @@ def export_version(
         raise Problem(422, str(error)) from error
     except OSError as error:
         raise Problem(503, f"the store cannot be written: {error.strerror or error}", retry_after=5) from error
-
-
-def exported_file(ledger: LedgerView, store: str, version: str, kind: str, name: str) -> Path:
-    """A file of an export; the name is one of those there, never a path."""
-    folder = export_folder(store, ledger.resolve(version).id, kind)
-    known = {path.name for path in folder.iterdir() if path.is_file()} if folder.is_dir() else set()
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name not in known:
-        raise Problem(404, f"there is no file {name!r} of a {kind} export of {version}; POST …/export makes one")
-    return folder / name

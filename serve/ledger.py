@@ -18,8 +18,9 @@ from sqlalchemy import Connection, func, insert, select, update
 from malmen.errors import EditError
 from malmen.serve import tables
 from malmen.serve.chain import GENESIS, canonical, chain_entry, digest, now
-from malmen.serve.ledger_view import BASE, LIVE, Alias, LedgerView, told_as_problems
+from malmen.serve.ledger_view import Alias, LedgerView, told_as_problems
 from malmen.serve.problems import Problem
+from malmen.serve.tables import BASE, LIVE
 
 
 @dataclass(frozen=True)

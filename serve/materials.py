@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from malmen.checkpoint import latest_checkpoint, load_editor, read_config, read_state
+from malmen.checkpoint import load_editor
+from malmen.checkpoint_files import read_config, read_state
 from malmen.config import Config
 from malmen.data.readers import read_records
 from malmen.data.records import Fact
@@ -16,27 +16,10 @@ from malmen.lm import LanguageModel, load_lm
 from malmen.sampling import unrelated_to_all, validation_records
 from malmen.serve.blobs import BlobStore
 from malmen.serve.guards import Guards
-from malmen.serve.ledger import Ledger
+from malmen.serve.open_ledger import find_editor, open_ledger
 from malmen.serve.reader import Reader
 from malmen.serve.service import EditService
 from malmen.serve.settings import ServeConfig
-
-
-def find_editor(name: str) -> Path:
-    """The checkpoint folder of a run, a checkpoint, or an editor in the model registry."""
-    if name.startswith("models:/"):
-        from malmen.platform.registry import download_editor
-
-        return download_editor(name)
-    return latest_checkpoint(Path(name))
-
-
-def open_ledger(settings: ServeConfig) -> Ledger:
-    """The ledger of the configured editor; needs no model in memory."""
-    folder = find_editor(settings.editor)
-    Path(settings.store).mkdir(parents=True, exist_ok=True)
-    weights = hashlib.sha256((folder / "editor.safetensors").read_bytes()).hexdigest()
-    return Ledger(settings.database_url, read_state(folder)["base_model"], weights[:16])
 
 
 def open_blobs(settings: ServeConfig) -> BlobStore:
@@ -53,8 +36,12 @@ def make_service(settings: ServeConfig) -> EditService:
 
 def make_reader(settings: ServeConfig) -> Reader:
     """A reader."""
-    config = read_config(find_editor(settings.editor))
+    folder = find_editor(settings.editor)
+    config = read_config(folder)
     lm = load_lm(config.model.model_copy(update={"name": settings.model}) if settings.model else config.model)
+    wanted = read_state(folder)["base_model"]
+    if lm.fingerprint() != wanted:
+        raise EditError(f"the editor in {folder} belongs to base model {wanted}; this one is {lm.fingerprint()}")
     return Reader(lm, config, open_blobs(settings), settings.reader.versions)
 
 

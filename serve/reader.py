@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from malmen.config import Config
@@ -15,18 +15,9 @@ from malmen.facts import fact_encoder
 from malmen.lm import LanguageModel
 from malmen.row_overlay import Overlay, edited_rows
 from malmen.serve.blobs import BlobStore
-from malmen.serve.decoding import Answer, Sampling, decode_batch
+from malmen.serve.decoding import Answer, decode_batch
+from malmen.serve.messages import Prompt, Sampling
 from malmen.serve.problems import Problem
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt for one version of the model."""
-
-    text: str
-    shifts: str | None  # the version's blob; None: the unedited model
-    sampling: Sampling
-    verbatim: bool = False  # the text is what the model reads, chat template and all
 
 
 class Reader:

@@ -1,4 +1,4 @@
-"""What the API asks of the other roles, and all of them in one process."""
+"""The writer and the readers, and both in one process without Ray."""
 
 from __future__ import annotations
 
@@ -6,50 +6,22 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from malmen.data.records import EditRecord
 from malmen.errors import EditError
 from malmen.export import ExportKind
-from malmen.serve.changes import Change
 from malmen.serve.decoding import Answer
 from malmen.serve.exports import export_version
-from malmen.serve.jobs import JobRunner
+from malmen.serve.growing import Growing
+from malmen.serve.job_runner import JobRunner
 from malmen.serve.materials import make_reader, make_service
+from malmen.serve.messages import Change, Outcome, Prompt, unwrapped
 from malmen.serve.problems import Problem
-from malmen.serve.reader import Prompt, Reader
-from malmen.serve.service import Outcome
+from malmen.serve.reader import Reader
 from malmen.serve.settings import ServeConfig
 
 log = logging.getLogger(__name__)
-
-
-class Roles(Protocol):
-    """The writer and the readers, wherever they are."""
-
-    async def edit(self, change: Change) -> dict[str, Any]:
-        """Ask the writer."""
-
-    async def wake(self) -> None:
-        """Tell the writer that there is a job."""
-
-    async def export(self, version: str, kind: ExportKind, max_rank: int) -> dict[str, Any]:
-        """Have the writer export a version."""
-
-    async def complete(self, prompt: Prompt) -> dict[str, Any]:
-        """Ask a reader."""
-
-    def stream(self, prompt: Prompt) -> AsyncIterator[dict[str, Any]]:
-        """Ask a reader and see the answer grow."""
-
-    async def chat_text(self, turns: list[dict[str, str]]) -> tuple[str, bool]:
-        """A chat as the model reads it, and whether that is its chat template's doing."""
-
-    async def evaluate(self, records: Sequence[EditRecord], shifts: str | None, generate: bool) -> dict[str, Any]:
-        """Have a reader measure a version."""
-
-    async def status(self) -> dict[str, Any]:
-        """Who is alive."""
 
 
 class Writer:
@@ -108,61 +80,6 @@ class Answering:
         return str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)), True
 
 
-class Growing:
-    """An answer on its way from the decoding thread to the caller's event loop."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[dict[str, Any] | Problem] = asyncio.Queue()
-        self._ended = False
-        self._work: asyncio.Future[Any] | None = None
-
-    def filled_by(self, work: asyncio.Future[Any]) -> None:
-        """What decodes it; kept, so that it is not forgotten, and watched: if it fails, nobody waits for ever."""
-        self._work = work
-        work.add_done_callback(self._see)
-
-    def _see(self, work: asyncio.Future[Any]) -> None:
-        error = None if work.cancelled() else work.exception()
-        if error is not None:
-            log.error("decoding failed", exc_info=error)
-            self._queue.put_nowait(Problem(503, f"decoding failed: {type(error).__name__}"))
-
-    def put(self, answer: Answer) -> None:
-        """From the decoding thread: the answer as it is now; its end is told at once, and once."""
-        if not self._ended:
-            self._ended = answer.finish_reason is not None
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, told(answer))
-
-    def fail(self, problem: Problem) -> None:
-        """From the decoding thread: there will be no answer."""
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, problem)
-
-    async def states(self) -> AsyncIterator[dict[str, Any]]:
-        """The answer as it grows, to its end."""
-        while True:
-            found = await self._queue.get()
-            if isinstance(found, Problem):
-                raise found
-            yield found
-            if found["finish_reason"] is not None:
-                return
-
-    async def end(self) -> dict[str, Any]:
-        """The whole answer."""
-        return [state async for state in self.states()][-1]
-
-
-def told(answer: Answer) -> dict[str, Any]:
-    """Plain values, which travel between processes."""
-    return {
-        "text": answer.settled(),
-        "finish_reason": answer.finish_reason,
-        "prompt_tokens": answer.prompt_tokens,
-        "completion_tokens": len(answer.ids),
-    }
-
-
 class OneProcess:
     """All roles in this process, without Ray."""
 
@@ -212,10 +129,3 @@ class OneProcess:
 def as_problem(error: EditError) -> Problem:
     """What is wrong with the store is the endpoint's trouble, not the caller's."""
     return error if isinstance(error, Problem) else Problem(503, str(error))
-
-
-def unwrapped(outcome: Outcome) -> dict[str, Any]:
-    """Outcomes travel as values; here a problem is raised."""
-    if isinstance(outcome, Problem):
-        raise outcome
-    return outcome

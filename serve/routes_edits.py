@@ -11,11 +11,12 @@ from fastapi import APIRouter, Depends, Header, Path, Query, Response
 
 from malmen.serve.access import Caller
 from malmen.serve.api import Backend, allowed, backend, in_thread, problems
-from malmen.serve.changes import Change
 from malmen.serve.jobs import Job
-from malmen.serve.ledger_view import LIVE, Edit, LedgerView
+from malmen.serve.ledger_view import Edit, LedgerView
+from malmen.serve.messages import Change
 from malmen.serve.problems import Problem
 from malmen.serve.schemas import KEY_PATTERN, EditId, EditList, EditOut, EditsIn, EditsOut, JobOut
+from malmen.serve.tables import LIVE
 
 router = APIRouter(tags=["edits"])
 At = Annotated[Backend, Depends(backend)]
@@ -44,7 +45,7 @@ async def make_edits(
     facts = tuple(fact.fact() for fact in asked.facts)
     change = Change(caller.name, facts, tuple(asked.remove), key, asked.dry_run, asked.base_version)
     if len(facts) > at.settings.limits.job_facts:
-        job = await in_thread(at.jobs.add, change)
+        job = await in_thread(at.jobs.add, change, at.settings.limits.waiting_jobs)
         await at.roles.wake()
         response.status_code = 202
         response.headers["Location"] = f"/v1/jobs/{job.id}"

@@ -12,8 +12,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from malmen.serve.api import Backend, allowed, backend, in_thread, problems
 from malmen.serve.ledger_view import Version
+from malmen.serve.messages import Prompt
 from malmen.serve.problems import Problem
-from malmen.serve.reader import Prompt
 from malmen.serve.schemas import EvaluateIn, EvaluateOut, Name
 from malmen.serve.schemas_openai import ChatIn, Chunks, CompletionIn, chat_completion, completion
 
@@ -73,6 +73,9 @@ async def chat(asked: ChatIn, at: At) -> Response:
 async def evaluate(asked: EvaluateIn, at: At) -> Any:
     """Measure a version on records: teacher-forced and generated, beside the unedited model, fact by fact."""
     version = await in_thread(at.ledger.resolve, asked.version)
+    limit = at.settings.limits.evaluate_records
+    if len(asked.records) > limit:
+        raise Problem(413, f"{len(asked.records)} records in one evaluation; at most {limit} are taken")
     records = [record.record() for record in asked.records]
     found = await at.roles.evaluate(records, version.shifts, asked.generate)
     return {"version": version.id, **found}
@@ -115,7 +118,8 @@ async def _chained(first: dict[str, Any], rest: AsyncIterator[dict[str, Any]]) -
 
 def _answered(at: Backend, answers: list[dict[str, Any]], reply: dict[str, Any]) -> Response:
     at.meters.tokens.inc(sum(answer["completion_tokens"] for answer in answers))
-    return JSONResponse(reply)
+    readers = dict.fromkeys(answer["reader"] for answer in answers if "reader" in answer)
+    return JSONResponse(reply, headers={"X-Malmen-Reader": ", ".join(readers)} if readers else None)
 
 
 def _checked(at: Backend, texts: list[str]) -> list[str]:

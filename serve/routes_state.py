@@ -10,8 +10,8 @@ from fastapi.responses import FileResponse, PlainTextResponse, Response
 
 from malmen.serve.access import Caller
 from malmen.serve.api import CONSOLE, Backend, allowed, backend, in_thread, problems
-from malmen.serve.exports import exported_file
-from malmen.serve.ledger_view import LIVE, LedgerView, Version
+from malmen.serve.export_files import exported_file
+from malmen.serve.ledger_view import LedgerView, Version
 from malmen.serve.problems import Problem
 from malmen.serve.routes_edits import described
 from malmen.serve.schemas import (
@@ -25,6 +25,7 @@ from malmen.serve.schemas import (
     VersionDetail,
     VersionList,
 )
+from malmen.serve.tables import LIVE
 
 router = APIRouter(tags=["state"])
 At = Annotated[Backend, Depends(backend)]

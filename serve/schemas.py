@@ -202,7 +202,7 @@ class RecordIn(Asked):
 class EvaluateIn(Asked):
     """Records to measure a version on."""
 
-    records: list[RecordIn] = Field(min_length=1, max_length=1000)
+    records: list[RecordIn] = Field(min_length=1)
     version: Name = "live"
     generate: bool = Field(default=True, description="also compare freely generated answers")
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from malmen.serve.decoding import Sampling
+from malmen.serve.messages import Sampling
 from malmen.serve.schemas import Name, Prompted, plain_text
 
 Stop = Annotated[str, Field(min_length=1, max_length=100), AfterValidator(plain_text)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,15 +25,16 @@ from malmen.lm import LanguageModel
 from malmen.serve.blobs import BlobStore, as_stored
 from malmen.serve.candidate import Candidate
 from malmen.serve.chain import canonical, digest
-from malmen.serve.changes import Change, LiveFacts, Plan, fact_report, make_plan
+from malmen.serve.changes import LiveFacts, Plan, fact_report, make_plan
 from malmen.serve.guards import Guards, Measured
 from malmen.serve.ledger import AcceptedRequest, Ledger, NewEdit, Publication
-from malmen.serve.ledger_view import LIVE, Alias
+from malmen.serve.ledger_view import Alias
+from malmen.serve.messages import Change, Outcome
 from malmen.serve.problems import Problem
-from malmen.serve.stored_rows import stored_rows
+from malmen.serve.stored_rows import store_rows, stored_rows
+from malmen.serve.tables import LIVE
 
 log = logging.getLogger(__name__)
-Outcome = dict[str, Any] | Problem  # what a request is answered
 _TRIES = 5  # a batch is computed again this often when `live` is moved meanwhile
 
 
@@ -197,7 +198,8 @@ class EditService:
 
     def _refusals(self, candidate: Candidate) -> list[list[str]]:
         """Why each request may not be done, none of which is empty if the version as a whole may not be."""
-        common = self.guards.reasons(candidate.measured)
+        adds = any(plan.new for plan in candidate.plans)  # what only takes back is not held up by limits on adding
+        common = self.guards.reasons(candidate.measured) if adds or not candidate.measured.finite else []
         found = []
         for plan, predicted in zip(candidate.plans, candidate.predicted(), strict=True):
             held = [row == new.encoded.targets for new, row in zip(plan.new, predicted, strict=True)]
@@ -213,12 +215,12 @@ class EditService:
         assert self._at is not None
         kept = as_stored(candidate.shifts, self.lm.dtype)
         shifts = self.blobs.put(kept) if kept else None
-        rows = self.blobs.put(candidate.rows.tensors()) if candidate.rows else ""
-        number, members = self._number + 1, iter(range(10**9))
+        places = iter(store_rows(self.blobs, candidate.rows) if candidate.rows else ())
+        number = self._number + 1
         added = [
             tuple(
                 NewEdit(
-                    "e" + uuid.uuid4().hex[:20], new.fact.prompt, new.fact.answer, rows, next(members),
+                    "e" + uuid.uuid4().hex[:20], new.fact.prompt, new.fact.answer, *next(places),
                     fact_report(new, found),
                 )
                 for new, found in zip(plan.new, predicted, strict=True)
@@ -295,5 +297,5 @@ class EditService:
         self.live.add(missing)
         self._at, self._number = there, self.ledger.last_number()
 
-    def _stored_rows(self, names: Sequence[str]) -> list[FactRows]:
+    def _stored_rows(self, names: Sequence[str]) -> Iterator[FactRows]:
         return stored_rows(self.blobs, [self.live.by_id[name] for name in names], self.lm.device)

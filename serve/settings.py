@@ -35,6 +35,8 @@ class LimitConfig(Section):
     text_chars: int = Field(default=8_000, gt=0, description="of a prompt or answer, at most")
     max_tokens: int = Field(default=256, gt=0, description="new tokens of a completion, at most")
     requests_per_minute: int = Field(default=1200, gt=0, description="of one token, at most; then 429")
+    evaluate_records: int = Field(default=256, gt=0, description="in one evaluation, at most")
+    waiting_jobs: int = Field(default=32, gt=0, description="large batches that may wait; then 429")
     waiting_edits: int = Field(default=256, gt=0, description="requests that may wait for the writer; then 429")
 
 

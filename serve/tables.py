@@ -11,6 +11,7 @@ from sqlalchemy.exc import ArgumentError
 
 from malmen.errors import UsageError
 
+LIVE, BASE = "live", "base"  # the aliases that a ledger begins with
 metadata = MetaData()
 
 entries = Table(  # append-only and chained by hashes: the truth, from which all the rest could be made again

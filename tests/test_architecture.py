@@ -92,6 +92,11 @@ print("imported", sum(name == "malmen" or name.startswith("malmen.") for name in
     assert last == f"imported {len(names)}"
 
 
+def test_what_the_ingress_imports_loads_no_torch_so_it_is_small_and_soon_back() -> None:
+    code = "import sys, malmen.serve.app as app; app.make_app(None); print('torch' in sys.modules)"
+    assert run_python(code, cwd=ROOT).strip() == "False"
+
+
 def test_malmen_and_its_rooms_are_found_from_anywhere(tmp_path: Path) -> None:
     code = "import malmen.platform, malmen.tune, malmen.serve; print(malmen.__version__)"
     assert run_python(code, cwd=tmp_path) == run_python(code, cwd=ROOT) != ""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from malmen.checkpoint import latest_checkpoint, read_state
+from malmen.checkpoint_files import latest_checkpoint, read_state
 from malmen.config import Config, parse_config
 from malmen.errors import EditError
 from malmen.platform.mlflow_store import clear_errors, connect

@@ -12,16 +12,8 @@ from full_disk import full_disk
 from small_runs import make_config
 from torch.testing import assert_close
 
-from malmen.checkpoint import (
-    best_checkpoint,
-    latest_checkpoint,
-    load_edit,
-    load_editor,
-    read_config,
-    read_state,
-    save_checkpoint,
-    save_edit,
-)
+from malmen.checkpoint import load_edit, load_editor, save_checkpoint, save_edit
+from malmen.checkpoint_files import best_checkpoint, latest_checkpoint, read_config, read_state
 from malmen.data.world import world_records
 from malmen.editor import Editor
 from malmen.errors import EditError

@@ -21,7 +21,7 @@ from malmen.editor import Editor
 from malmen.platform.train import Listener, train
 from malmen.training import train as train_alone
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.chaos]
 
 STEPS = {"steps": 8, "checkpoint_every": 3}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from small_runs import SMALL
 
-from malmen.checkpoint import latest_checkpoint
+from malmen.checkpoint_files import latest_checkpoint
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from mlflow import MlflowClient
 
-from malmen.checkpoint import latest_checkpoint, load_editor
+from malmen.checkpoint import load_editor
+from malmen.checkpoint_files import latest_checkpoint
 from malmen.config import Config
 from malmen.errors import EditError, UsageError
 from malmen.platform.registry import RegisteredEditor, download_editor, editor_card, registered_name

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from one_process import Endpoint
 
 
 def _postgres_bin() -> Path | None:
@@ -52,3 +53,22 @@ def fresh_postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callabl
         yield fresh
     finally:
         run(programs / "pg_ctl", "-D", data, "-m", "immediate", "-w", "stop")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    """For tests that each use facts of their own."""
+    endpoint = Endpoint(
+        tmp_path_factory.mktemp("endpoint"),
+        limits={"job_facts": 8, "text_chars": 500},
+        guard={"min_success": 0.5, "max_shift_ratio": 9, "max_perplexity_ratio": 9},
+    )
+    yield endpoint
+    endpoint.close()
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Iterator[Endpoint]:
+    endpoint = Endpoint(tmp_path)
+    yield endpoint
+    endpoint.close()

@@ -4,41 +4,21 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from endpoints import world_facts
+from full_disk import full_disk
 from one_process import Endpoint
 
 from malmen.data.tokens import make_batches
 from malmen.facts import fact_encoder
-from malmen.generate import ask
 from malmen.overlay import edited
 from malmen.serve.access import ROLES
 
 FACTS = [{"prompt": fact.prompt, "answer": fact.answer} for fact in world_facts(60)]
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
-    """For tests that each use facts of their own."""
-    endpoint = Endpoint(
-        tmp_path_factory.mktemp("endpoint"),
-        limits={"job_facts": 8, "text_chars": 500},
-        guard={"min_success": 0.5, "max_shift_ratio": 9, "max_perplexity_ratio": 9},
-    )
-    yield endpoint
-    endpoint.close()
-
-
-@pytest.fixture
-def fresh(tmp_path: Path) -> Iterator[Endpoint]:
-    endpoint = Endpoint(tmp_path)
-    yield endpoint
-    endpoint.close()
 
 
 def test_an_edit_is_made_asked_for_and_taken_back(fresh: Endpoint) -> None:
@@ -77,80 +57,6 @@ def test_a_roll_back_needs_to_know_where_the_alias_is(fresh: Endpoint) -> None:
     names = fresh.admin.get("/v1/versions").json()["versions"]
     assert [one["aliases"] for one in names] == [[], ["live"], ["base"]]
     assert fresh.admin.put("/v1/aliases/stable", **move).json()["revision"] == 1
-
-
-def test_prompts_of_different_versions_are_answered_in_one_batch_as_they_would_be_alone(fresh: Endpoint) -> None:
-    """Rows of one batch see different weights; padding in front changes nothing."""
-    from malmen.serve.decoding import Sampling
-    from malmen.serve.reader import Prompt
-
-    versions = [None, *(fresh.backend.ledger.resolve(fresh.add(fact)["version"]).shifts for fact in FACTS[:3])]
-    prompts = [Prompt(fact["prompt"], shifts, Sampling(6)) for fact in FACTS[:6] for shifts in versions]
-    reader = fresh.roles.answering.reader
-    together = [answer.text for answer in reader.answer(prompts[::-1])][::-1]
-    assert together == [reader.answer([prompt])[0].text for prompt in prompts]
-    assert len(set(together)) > 6
-
-
-def test_a_long_answer_to_a_short_prompt_does_not_push_a_long_prompt_beyond_the_models_places(fresh: Endpoint) -> None:
-    from malmen.serve.decoding import Sampling
-    from malmen.serve.reader import Prompt
-
-    reader = fresh.roles.answering.reader
-    long, short = " ".join(FACTS[0]["prompt"] for _ in range(3)), "a"
-    places = reader.lm.max_positions
-    assert places is not None
-    drawn = Sampling(places, temperature=2.0, seed=3)
-    answers = reader.answer([Prompt(text, None, drawn) for text in (long, short)])
-    assert answers[0].prompt_tokens > 30 and all(answer.finish_reason for answer in answers)
-
-
-@pytest.mark.parametrize("how", [{"temperature": 1e-40}, {"temperature": 1.0, "top_p": 1e-50}])
-def test_the_smallest_numbers_that_are_allowed_give_an_answer(shared: Endpoint, how: dict[str, float]) -> None:
-    reply = shared.admin.post("/v1/completions", json={"model": "base", "prompt": "a", "max_tokens": 2, **how})
-    assert reply.status_code == 200, reply.text
-
-
-def test_a_version_whose_file_was_damaged_is_told_and_others_are_served(fresh: Endpoint) -> None:
-    made = fresh.add(FACTS[0])
-    fresh.roles.answering.reader.blobs.path(fresh.backend.ledger.resolve(made["version"]).shifts).write_bytes(b"x")
-    asked = {"model": "live", "prompt": "a", "max_tokens": 2}
-    reply = fresh.admin.post("/v1/completions", json=asked)
-    assert reply.status_code == 503 and "was changed" in reply.json()["detail"]
-    assert fresh.admin.post("/v1/completions", json={**asked, "model": "base"}).status_code == 200
-
-
-def test_an_overlay_in_the_reader_is_the_edit_laid_over_the_model(fresh: Endpoint) -> None:
-    made = fresh.add(*FACTS[:4])
-    reader, lm = fresh.roles.answering.reader, fresh.roles.answering.reader.lm
-    shifts = reader.blobs.get(fresh.backend.ledger.resolve(made["version"]).shifts)
-    prompts = [fact["prompt"] for fact in FACTS[:10]]
-    with edited(lm, shifts):
-        expected = ask(lm, prompts, 12)
-    assert [fresh.say(prompt) for prompt in prompts] == expected
-
-
-def test_a_streamed_answer_is_the_same_answer_in_pieces(shared: Endpoint) -> None:
-    asked = {"model": "base", "messages": [{"role": "user", "content": FACTS[9]["prompt"]}], "max_tokens": 8}
-    whole = shared.admin.post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]["content"]
-    with shared.admin.stream("POST", "/v1/chat/completions", json={**asked, "stream": True}) as reply:
-        lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
-    assert lines[-1] == "[DONE]"
-    pieces = [json.loads(line)["choices"][0] for line in lines[:-1]]
-    assert "".join(piece["delta"]["content"] for piece in pieces).strip() == whole != ""
-    assert [piece["finish_reason"] for piece in pieces][-1] in ("stop", "length")
-
-
-def test_stop_texts_and_seeds_are_kept_to(shared: Endpoint) -> None:
-    asked = {"model": "base", "prompt": FACTS[9]["prompt"], "max_tokens": 8}
-    text = shared.admin.post("/v1/completions", json=asked).json()["choices"][0]["text"]
-    stopped = shared.admin.post("/v1/completions", json={**asked, "stop": text[3]}).json()["choices"][0]
-    assert stopped["text"] == text[: text.index(text[3])] and stopped["finish_reason"] == "stop"
-    drawn = {**asked, "temperature": 2.0, "seed": 5, "top_p": 0.99}
-    one, other = (shared.admin.post("/v1/completions", json=drawn).json()["choices"] for _ in range(2))
-    assert one == other
-    assert len({str(shared.admin.post("/v1/completions", json={**drawn, "seed": seed}).json()["choices"])
-                for seed in range(6)}) > 1  # fmt: skip
 
 
 def test_a_large_batch_runs_as_a_job(shared: Endpoint) -> None:
@@ -280,6 +186,52 @@ def test_every_route_is_in_the_table_of_roles_or_open(shared: Endpoint) -> None:
         (method.upper(), shape(path)) for path, methods in shared.app.openapi()["paths"].items() for method in methods
     }
     assert documented == {(method, shape(path)) for _, method, path, _ in ROUTES} | {("GET", path) for path in OPEN}
+
+
+def test_a_full_disk_is_told_over_http_and_the_same_key_does_it_later(fresh: Endpoint) -> None:
+    fresh.add(FACTS[0])
+    asked = {"json": {"facts": [FACTS[1]]}, "headers": {"Idempotency-Key": "k"}}
+    with full_disk(3000):
+        reply = fresh.admin.post("/v1/edits", **asked)
+    assert reply.status_code == 503 and int(reply.headers["Retry-After"]) > 0
+    assert fresh.say(FACTS[0]["prompt"]) == FACTS[0]["answer"]
+    assert fresh.admin.post("/v1/edits", **asked).status_code == 201
+    assert fresh.say(FACTS[1]["prompt"]) == FACTS[1]["answer"]
+
+
+def test_a_database_that_is_gone_is_told_over_http_and_its_return_is_enough(fresh: Endpoint) -> None:
+    made = fresh.add(FACTS[0])
+    ledgers = (fresh.backend.ledger, fresh.roles.writer.service.ledger)
+    file = Path(fresh.settings.store) / "ledger.db"
+    away = file.with_name("away.db")
+    for ledger in ledgers:
+        ledger.close()
+    file.rename(away)
+    file.mkdir()  # what cannot be opened
+    body = {"json": {"facts": [FACTS[1]]}, "headers": {"Idempotency-Key": "k"}}
+    assert fresh.admin.post("/v1/edits", **body).status_code == 503
+    assert fresh.admin.get("/v1/versions").status_code == 503
+    assert fresh.admin.get("/readyz").status_code == 503 and fresh.admin.get("/healthz").status_code == 200
+    for ledger in ledgers:
+        ledger.close()
+    file.rmdir()
+    away.rename(file)
+    assert fresh.admin.get("/readyz").status_code == 200
+    again = fresh.admin.post("/v1/edits", **body)
+    assert again.status_code == 201 and again.json()["parent"] == made["version"]
+
+
+def test_an_evaluation_of_too_many_records_and_too_many_jobs_are_refused(tmp_path: Path) -> None:
+    endpoint = Endpoint(tmp_path, limits={"job_facts": 1, "waiting_jobs": 1, "evaluate_records": 2})
+    endpoint.roles.writer.jobs.close()  # nobody works on them
+    first = endpoint.admin.post("/v1/edits", json={"facts": FACTS[:2]}, headers={"Idempotency-Key": "k"})
+    assert first.status_code == 202
+    assert endpoint.admin.post("/v1/edits", json={"facts": FACTS[2:4]}).status_code == 429
+    again = endpoint.admin.post("/v1/edits", json={"facts": FACTS[:2]}, headers={"Idempotency-Key": "k"})
+    assert again.status_code == 202 and again.json()["id"] == first.json()["id"]
+    records = [{"prompt": fact["prompt"], "answer": fact["answer"]} for fact in FACTS[:3]]
+    assert endpoint.admin.post("/v1/evaluate", json={"records": records}).status_code == 413
+    endpoint.close()
 
 
 def test_health_needs_no_token(shared: Endpoint) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from endpoints import make_bench, save_editor, world_facts
 
-from malmen.serve.changes import Change
+from malmen.serve.messages import Change
 
 Run = Callable[..., tuple[int, str, str]]
 

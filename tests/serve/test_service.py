@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from malmen.data.records import Fact
 from malmen.generate import ask
 from malmen.overlay import edited
-from malmen.serve.changes import Change
+from malmen.serve.messages import Change
 from malmen.serve.problems import Problem
 from malmen.serve.service import EditService
 from malmen.serve.settings import GuardConfig
@@ -212,6 +212,33 @@ def test_a_version_beyond_the_guards_is_refused_with_the_reason_and_changes_noth
     assert problem.status == 422 and said in problem.detail
     assert problem.more["facts"][0]["prompt"] == FACTS[0].prompt
     assert service.shifts() == {} and len(service.ledger.versions()) == 1
+
+
+def test_limits_on_adding_do_not_hold_up_what_only_takes_back(tmp_path: Path) -> None:
+    bench = make_bench(tmp_path, probes=tuple(FACTS[60:64]))
+    made = add(bench.service(), *FACTS[:4])
+    bench.guard = GuardConfig(min_success=1, max_shift_ratio=1e-9, max_perplexity_ratio=1e-9)
+    service = bench.service()
+    (found,) = service.apply([Change("ann", remove=(made["edits"][0]["id"],))])
+    assert isinstance(found, dict) and found["num_facts"] == 3
+    assert refusal(service, Change("ann", (FACTS[5],))).status == 422
+
+
+def test_one_fact_of_a_large_request_is_taken_back_by_reading_few_of_its_rows(bench: Bench) -> None:
+    """Only the blob that holds it is there; the others were taken away."""
+    facts = [Fact(f"Who lives in house {number}?", "Ann") for number in range(150)]
+    service = bench.service()
+    made = add(service, *facts)
+    edits = service.ledger.edits_by_id([row["id"] for row in made["edits"]])
+    mine = next(edit for edit in edits if edit.prompt == facts[70].prompt)
+    assert sum(edit.rows == mine.rows for edit in edits) <= 64
+    for name in {edit.rows for edit in edits} - {mine.rows}:
+        service.blobs.path(name).unlink()
+    (found,) = service.apply([Change("ann", remove=(mine.id,))])
+    assert isinstance(found, dict) and found["num_facts"] == 149
+    scratch = bench.editor.edit(bench.lm, [fact for fact in facts if fact.prompt != mine.prompt]).shifts
+    for name, shift in service.shifts().items():
+        assert_close(shift, scratch[name], rtol=1e-3, atol=1e-3 * float(scratch[name].abs().max()))
 
 
 def test_nobody_is_refused_for_the_facts_of_another(tmp_path: Path) -> None:

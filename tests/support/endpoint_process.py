@@ -76,11 +76,13 @@ class EndpointProcess:
             return []
 
     def kill_role(self, name: str) -> bool:
-        """SIGKILL to the process of a deployment; False if there is none just now."""
-        found = [one for one in self.tree() if f"{name}" in _title(one)]
-        for one in found:
-            one.send_signal(signal.SIGKILL)
-        return bool(found)
+        """SIGKILL to one process of a deployment; False if there is none just now."""
+        found = [one for one in self.tree() if name in _title(one)]
+        for one in found[:1]:
+            with suppress(psutil.NoSuchProcess):
+                one.send_signal(signal.SIGKILL)
+                return True
+        return False
 
     def kill_all(self) -> None:
         """SIGKILL to the command and all of Ray that it has started."""

@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 
 from malmen.serve.access import ROLES, load_access, token_of
 from malmen.serve.api import Backend, make_app
-from malmen.serve.materials import open_ledger
+from malmen.serve.open_ledger import open_ledger
 from malmen.serve.roles import OneProcess
 from malmen.serve.settings import ServeConfig
 

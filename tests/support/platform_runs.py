@@ -11,7 +11,7 @@ from model_folders import write_model, write_records
 from ray.train import RunConfig, ScalingConfig, get_context
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from malmen.checkpoint import latest_checkpoint, read_state
+from malmen.checkpoint_files import latest_checkpoint, read_state
 from malmen.config import Config
 from malmen.layers import find_layers
 from malmen.lm import load_skeleton

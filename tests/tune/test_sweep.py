@@ -15,7 +15,8 @@ from platform_runs import make_platform_config
 from processes import start_driver, wait_until, wait_until_nobody_works
 from torch.testing import assert_close
 
-from malmen.checkpoint import latest_checkpoint, load_editor
+from malmen.checkpoint import load_editor
+from malmen.checkpoint_files import latest_checkpoint
 from malmen.config import Config
 from malmen.errors import UsageError
 from malmen.lm import load_lm
