@@ -59,12 +59,18 @@ def added(module: nn.Module, shift: Tensor) -> Iterator[None]:
 def merged(module: nn.Module, shift: Tensor) -> Iterator[None]:
     """(W + S)u by a forward of our own, with W + S a new tensor."""
     weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
-    changed = (weight.T if isinstance(module, Conv1D) else weight) + shift.to(weight.dtype)  # (value, key)
+    changed = upright_weight(module) + shift.to(weight.dtype)
     module.__dict__["forward"] = lambda keys: F.linear(keys, changed, bias)
     try:
         yield
     finally:
         del module.__dict__["forward"]
+
+
+def upright_weight(module: nn.Module) -> Tensor:
+    """W as (value, key)."""
+    weight = module.get_parameter("weight")
+    return weight.T if isinstance(module, Conv1D) else weight
 
 
 def linear_of(lm: LanguageModel, name: str, shift: Tensor) -> nn.Module:

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.pytorch_utils import Conv1D
 
 from malmen.lm import LanguageModel
-from malmen.overlay import Shifts, linear_of
+from malmen.overlay import Shifts, linear_of, upright_weight
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Overlay:
             module = linear_of(lm, name, shift)
             weight = module.get_parameter("weight")
             if weight.dtype in (torch.float32, torch.float64) and not hasattr(weight, "ds_id"):
-                weights[name] = _upright(module) + shift.to(weight)
+                weights[name] = upright_weight(module) + shift.to(weight)
             else:
                 added[name] = shift.to(weight.device, weight.dtype)
         return cls(weights, added)
@@ -78,9 +77,3 @@ def _forward(
         return torch.cat([part(overlay, some) for (overlay, _), some in pieces])
 
     return forward
-
-
-def _upright(module: nn.Module) -> Tensor:
-    """W as (value, key)."""
-    weight = module.get_parameter("weight")
-    return weight.T if isinstance(module, Conv1D) else weight

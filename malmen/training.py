@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from malmen.baselines.method import EditMethod
 from malmen.checkpoint import load_editor, save_checkpoint
 from malmen.config import Config
 from malmen.data.records import EditRecord
+from malmen.data.subjects import edits_of
 from malmen.editor import Editor, seeded_editor
 from malmen.errors import EditError
 from malmen.evaluate import Evaluation, evaluate
@@ -86,7 +88,7 @@ def make_editor(lm: LanguageModel, config: Config) -> Editor:
 
 def evaluate_editor(
     lm: LanguageModel,
-    editor: Editor,
+    editor: EditMethod,
     records: list[EditRecord],
     config: Config,
     *,
@@ -95,13 +97,13 @@ def evaluate_editor(
 ) -> Evaluation:
     """Edit the first held-out records at once and measure."""
     some = check_enough(records, edits or config.training.eval_edits or config.training.num_edits)
-    solved = editor.edit(lm, [record.edit for record in some])
+    solved = editor.edit(lm, edits_of(some))
     return evaluate(lm, some, solved.shifts, config, generate=generate, residual=solved.mean_residual())
 
 
 def evaluate_sets(
     lm: LanguageModel,
-    editor: Editor,
+    editor: EditMethod,
     records: list[EditRecord],
     config: Config,
     *,

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -40,6 +40,9 @@ def train(
     overrides: Overrides = None,
     out: Annotated[str, typer.Option(help="the run's folder, or a storage URL such as s3://bucket/run")] = "runs/train",
     resume: Annotated[bool, typer.Option("--resume", help="there must be a run in --out to go on with")] = False,
+    method: Annotated[
+        Literal["malmen", "mend"], typer.Option(help="mend: the same hyper-network, its shifts summed, of all tokens")
+    ] = "malmen",
     local: Annotated[bool, typer.Option("--local", help="in this one process, without Ray and MLflow")] = False,
     address: Annotated[
         str | None, typer.Option(help="of a Ray cluster (HOST:PORT or `auto`); default: RAY_ADDRESS, else a local one")
@@ -50,9 +53,11 @@ def train(
 
     The same command again goes on with an unfinished run, to the same editor as without the interruption.
     """
+    from malmen.baselines.mend import SETTINGS as MEND
     from malmen.config import load_config
 
-    settings = load_config(resolve_config(config), overrides or [])
+    given = {f"editor.{key}": value for key, value in MEND.items()} if method == "mend" else {}
+    settings = load_config(resolve_config(config), overrides or [], given)
     if local and address:
         raise UsageError("--local and --address exclude each other")
     (_train_local if local else _train_platform)(settings, out, resume, address, as_json)

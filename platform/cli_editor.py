@@ -1,4 +1,4 @@
-"""The commands that use a trained editor: `malmen edit`, `malmen eval`, `malmen generate`."""
+"""The commands that edit: `malmen edit`, `malmen eval`, `malmen generate`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,16 @@ from typing import Annotated, Any
 import typer
 
 from malmen.errors import EditError
-from malmen.platform.cli_options import AsJson
-
-EditorFolder = Annotated[
-    str,
-    typer.Option("--editor", help="a run or checkpoint of `malmen train`, or models:/NAME/VERSION of the registry"),
-]
-ModelName = Annotated[
-    str | None, typer.Option("--model", help="the base model, where it lies elsewhere than in training")
-]
+from malmen.platform.cli_methods import ConfigName, EditorFolder, Method, ModelName
+from malmen.platform.cli_options import AsJson, Overrides
 
 
 def edit(
-    editor: EditorFolder,
     facts: Annotated[Path, typer.Option(help="facts or records to edit, see docs/data.md")],
+    overrides: Overrides = None,
+    editor: EditorFolder = None,
+    method: Method = None,
+    config: ConfigName = None,
     out: Annotated[Path, typer.Option(help="the folder for the edit")] = Path("runs/edit"),
     model: ModelName = None,
     generate: Annotated[bool, typer.Option(help="also compare freely generated answers")] = True,
@@ -30,27 +26,29 @@ def edit(
 ) -> None:
     """Apply facts from a file: one change of weights for all of them, reported fact by fact and saved."""
     from malmen.checkpoint import save_edit
-    from malmen.checkpoint_files import read_state
     from malmen.data.readers import read_records
+    from malmen.data.subjects import edits_of
     from malmen.evaluate import evaluate
     from malmen.files import check_replaceable
+    from malmen.platform.cli_methods import check_method, load_method
     from malmen.platform.output import err, facts_table, print_json, scores_footer, scores_table
     from malmen.platform.output import out as console
 
+    check_method(method, editor, config, overrides or [])
     check_replaceable(out, "edit.json")
     records = read_records(facts, "auto")
     _refuse_contradictions(records)
-    folder = _folder(editor)
-    lm, trained, config = _load(folder, model)
+    loaded = load_method(method, editor, config, overrides or [], model)
+    lm, settings = loaded.lm, loaded.config
     with err.status(f"editing {len(records)} facts"):
-        solved = trained.edit(lm, [record.edit for record in records])
+        solved = loaded.method.edit(lm, edits_of(records))
     with err.status("measuring"):
-        evaluation = evaluate(lm, records, solved.shifts, config, generate=generate, residual=solved.mean_residual())
+        evaluation = evaluate(lm, records, solved.shifts, settings, generate=generate, residual=solved.mean_residual())
     manifest: dict[str, Any] = {
         "base_model": lm.fingerprint(),
-        "model": config.model.model_dump(mode="json"),
-        "data": config.data.model_dump(mode="json"),
-        "editor": {"folder": editor, "step": read_state(folder)["step"]},
+        "model": settings.model.model_dump(mode="json"),
+        "data": settings.data.model_dump(mode="json"),
+        "editor": loaded.about,
         "facts": [asdict(record.edit) for record in records],
         "scores": evaluation.scores(),
     }
@@ -66,7 +64,10 @@ def edit(
 
 
 def evaluate(
-    editor: EditorFolder,
+    overrides: Overrides = None,
+    editor: EditorFolder = None,
+    method: Method = None,
+    config: ConfigName = None,
     records: Annotated[Path | None, typer.Option(help="records to edit; default: the run's validation data")] = None,
     edits: Annotated[int | None, typer.Option(min=1, help="how many at once; default: as in training")] = None,
     sets: Annotated[int, typer.Option(min=1, help="how many disjoint sets of edits to measure one by one")] = 1,
@@ -76,16 +77,18 @@ def evaluate(
 ) -> None:
     """Edit held-out records at once and measure ES, GS, LS and what goes with them."""
     from malmen.data.readers import read_records
+    from malmen.platform.cli_methods import load_method
     from malmen.platform.output import err, print_json, scores_footer, scores_table, spread_table
     from malmen.platform.output import out as console
     from malmen.sampling import validation_records
     from malmen.training import evaluate_sets
 
-    lm, trained, config = _load(_folder(editor), model)
-    some = read_records(records, "auto") if records else validation_records(config)
-    number = edits or config.training.num_edits
+    loaded = load_method(method, editor, config, overrides or [], model)
+    lm, settings = loaded.lm, loaded.config
+    some = read_records(records, "auto") if records else validation_records(settings)
+    number = edits or settings.training.num_edits
     with err.status(f"editing {sets} × {number} records and measuring"):
-        found = evaluate_sets(lm, trained, some, config, sets=sets, edits=number, generate=generate)
+        found = evaluate_sets(lm, loaded.method, some, settings, sets=sets, edits=number, generate=generate)
     if as_json:
         rows = [{**evaluation.scores(), "shift_ratio": evaluation.shift_ratio} for evaluation in found]
         print_json(rows[0] if sets == 1 else {"sets": rows, "mean": mean_scores(rows)})
@@ -137,28 +140,6 @@ def mean_scores(rows: list[dict[str, Any]]) -> dict[str, float]:
     """The mean of every number that all rows have."""
     names = [name for name in rows[0] if all(isinstance(row[name], int | float) for row in rows)]
     return {name: sum(row[name] for row in rows) / len(rows) for name in names}
-
-
-def _folder(editor: str) -> str | Path:
-    """Where an editor lies; one of the model registry is fetched."""
-    if not editor.startswith("models:/"):
-        return editor
-    from malmen.platform.registry import download_editor
-
-    return download_editor(editor)
-
-
-def _load(folder: str | Path, model: str | None) -> tuple[Any, Any, Any]:
-    """The base model, the editor trained for it, and its config."""
-    from malmen.checkpoint import load_editor
-    from malmen.checkpoint_files import read_config
-    from malmen.lm import load_lm
-    from malmen.platform.output import err
-
-    config = read_config(folder)
-    with err.status("loading the model"):
-        lm = load_lm(config.model.model_copy(update={"name": model}) if model else config.model)
-    return lm, load_editor(folder, lm), config
 
 
 def _refuse_contradictions(records: list[Any]) -> None:

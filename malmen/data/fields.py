@@ -48,6 +48,15 @@ class Fields:
         """A string; `without` is a prefix that it may have and the prompt not."""
         return self._text(name, "prompt", self._required(name), without)
 
+    def subject(self, prompt: object) -> str | None:
+        """What the fact is about, where the row says so; it must stand in the prompt."""
+        if "subject" not in self:
+            return None
+        found = self.prompt("subject")
+        if found and isinstance(prompt, str) and found not in prompt:
+            self.complain("subject", f"{quote(found)} does not stand in the prompt", "Write it as the prompt has it.")
+        return found or None
+
     def answer(self, name: str, without: str = "") -> str:
         return self._text(name, "answer", self._required(name), without)
 

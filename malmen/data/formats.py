@@ -100,13 +100,14 @@ def _parse(row: Row, format: Format) -> ParsedRow:
 
 
 def _parse_malmen(row: Fields) -> EditRecord:
-    row.only("prompt", "answer", "equivalents", "unrelated", "id")
-    edit = Fact(row.prompt("prompt"), row.answer("answer"))
+    row.only("prompt", "answer", "subject", "equivalents", "unrelated", "id")
+    edit = Fact(row.prompt("prompt"), row.answer("answer"), row.subject(row.values.get("prompt")))
     return EditRecord(edit, row.facts("equivalents", edit.answer), row.facts("unrelated"), row.id())
 
 
 def _parse_zsre(row: Fields) -> EditRecord:
-    edit = Fact(row.prompt("src"), row.first_answer(row.first_of("ans", "answers", "alt")))
+    answer = row.first_answer(row.first_of("ans", "answers", "alt"))
+    edit = Fact(row.prompt("src"), answer, row.subject(row.values.get("src")))
     rephrasings = row.prompts("rephrase") if "rephrase" in row or "rephrases" not in row else []
     rephrasings += row.prompts("rephrases") if row.values.get("rephrases") else []
     unrelated = Fact(row.prompt("loc", without="nq question: "), row.answer("loc_ans", without="nq answer: "))
@@ -118,7 +119,7 @@ def _parse_counterfact(row: Fields) -> EditRecord:
     if any("{}" in text for text in [prompt, *rephrasings]):
         subject = row.prompt("subject")
         prompt, *rephrasings = (text.replace("{}", subject) for text in [prompt, *rephrasings])
-    edit = Fact(prompt, row.answer("target_new"))
+    edit = Fact(prompt, row.answer("target_new"), row.subject(prompt))
     prompts, answers = row.prompts("locality_prompt"), row.answers("locality_ground_truth")
     answers = answers * len(prompts) if len(answers) == 1 else answers
     if len(answers) != len(prompts):
@@ -169,13 +170,13 @@ def _same_answer(prompts: Iterable[str], answer: str) -> tuple[Fact, ...]:
 FORMATS = {
     "malmen": Format(
         (frozenset({"prompt", "answer"}),),
-        (("prompt", "answer", "equivalents", "unrelated", "id"),),
+        (("prompt", "answer", "subject", "equivalents", "unrelated", "id"),),
         "unrelated",
         _parse_malmen,
     ),
     "zsre": Format(
         (frozenset({"src", "ans"}), frozenset({"src", "rephrase"}), frozenset({"src", "loc"})),
-        (("src", "rephrase", "rephrases", "ans", "loc", "loc_ans", "id"),),
+        (("src", "subject", "rephrase", "rephrases", "ans", "loc", "loc_ans", "id"),),
         "loc",
         _parse_zsre,
     ),

@@ -11,6 +11,7 @@ class Fact:
 
     prompt: str
     answer: str
+    subject: str | None = field(default=None, compare=False)  # what it is about, as it stands in the prompt
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ class FactEncoder:
 
     def prompt_ids(self, prompt: str) -> list[int]:
         """The prompt alone, as the model reads it before it answers."""
-        text, special = self._prompt_text(prompt)
+        text, special = self.prompt_text(prompt)
         ids = list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
         if self.kind == "decoder" and len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id:
             ids.pop()  # a tokenizer that closes every text would end the prompt before the answer
@@ -133,10 +133,11 @@ class FactEncoder:
 
     def answer_text(self, prompt: str, answer: str) -> str:
         """The answer with the space that separates it from the prompt, where one is due."""
-        text, _ = self._prompt_text(prompt)
+        text, _ = self.prompt_text(prompt)
         return answer if self.prompt_format == "chat" or text[-1:].isspace() else " " + answer
 
-    def _prompt_text(self, prompt: str) -> tuple[str, bool]:
+    def prompt_text(self, prompt: str) -> tuple[str, bool]:
+        """The prompt in its template, and whether the tokenizer is to add its own marks."""
         if self.prompt_format == "raw":
             return prompt, True
         if not getattr(self.tokenizer, "chat_template", None):
@@ -147,7 +148,7 @@ class FactEncoder:
 
     def _decoder(self, fact: Fact) -> EncodedFact:
         prompt = self.prompt_ids(fact.prompt)
-        text, special = self._prompt_text(fact.prompt)
+        text, special = self.prompt_text(fact.prompt)
         answer_text = self.answer_text(fact.prompt, fact.answer)
         whole = list(self.tokenizer(text + answer_text, add_special_tokens=special)["input_ids"])
         if special and len(whole) > 1 and whole[-1] == self.tokenizer.eos_token_id:

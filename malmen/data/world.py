@@ -133,7 +133,7 @@ class World:
 
     def fact(self, subject: str, relation: Relation, phrasing: int, answer: str | None = None) -> Fact:
         """The fact in one phrasing; `answer` replaces the true one."""
-        return Fact(relation.phrasings[phrasing].format(subject), answer or self.truth[subject, relation.name])
+        return Fact(relation.phrasings[phrasing].format(subject), answer or self.truth[subject, relation.name], subject)
 
     def facts(self) -> list[Fact]:
         """Every true fact in every phrasing: what the built-in LM has learned."""

@@ -12,6 +12,7 @@ from tiny_models import Setup, make_setup, random_facts
 from torch import Tensor
 from torch.testing import assert_close
 
+from malmen.baselines.mend import SETTINGS as MEND
 from malmen.data.tokens import EncodedFact, make_batches
 from malmen.errors import EditError
 from malmen.meta import MetaBatch, meta_backward
@@ -78,6 +79,7 @@ def plain_traces(setup: Setup, facts: list[EncodedFact]) -> Traces:
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"aggregation": "sum"},
+    dict(MEND),
     {"tokens": "all"},
     {"ffn": "first"},
     {"layers": "all"},

@@ -1,0 +1,1 @@
+"""MALMEN's rivals, each with the editor's interface: facts in, shifts out."""

@@ -1,0 +1,58 @@
+"""What a fact is about: the words that its prompt and its rephrasings share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from malmen.data.records import EditRecord, Fact
+
+_COMMON = (
+    " a an and are as at be been by did do does for from had has have he her his how in is it its made name of on or "
+    "she than that the their they this to was were what when where which who whose why will with year "
+)
+
+
+def edits_of(records: Iterable[EditRecord]) -> list[Fact]:
+    """The facts to edit, each with its subject where the record names it or its rephrasings tell."""
+    return [
+        record.edit if record.edit.subject else replace(record.edit, subject=find_subject(record)) for record in records
+    ]
+
+
+def find_subject(record: EditRecord) -> str | None:
+    """The longest run of words that the prompt and every rephrasing have; names and numbers go before other words."""
+    others = [fact.prompt.casefold() for fact in record.equivalents]
+    if not others:
+        return None
+    prompt = record.edit.prompt
+    words = [match.span() for match in re.finditer(r"\w[\w'.\-]*\w|\w", prompt)]
+    best = (False, 0, "")
+    for start in range(len(words)):
+        for stop in range(start + 1, len(words) + 1):
+            kept = _without_common(prompt, words[start:stop])
+            rank = (_is_name(prompt, kept), len(kept), kept)
+            if rank[:2] > best[:2] and all(_stands_in(kept, other) for other in others):
+                best = rank
+    return best[2] or None
+
+
+def _without_common(text: str, words: Sequence[tuple[int, int]]) -> str:
+    """The text of a run, less common words at both ends; empty if nothing else is in it."""
+    left, right = 0, len(words)
+    while left < right and f" {text[slice(*words[left])].casefold()} " in _COMMON:
+        left += 1
+    while right > left and f" {text[slice(*words[right - 1])].casefold()} " in _COMMON:
+        right -= 1
+    return text[words[left][0] : words[right - 1][1]] if left < right else ""
+
+
+def _is_name(prompt: str, run: str) -> bool:
+    """It has a digit, or a capital that is not the sentence's first letter."""
+    inside = run[1:] if prompt.startswith(run) else run
+    return any(letter.isdigit() or letter.isupper() for letter in inside)
+
+
+def _stands_in(run: str, text: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(run.casefold())}(?!\w)", text) is not None

@@ -1,0 +1,171 @@
+"""MEMIT: the closed form, the moments of keys, the subject's last token, and an edit that arrives where it wanted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from tiny_models import tiny_lm
+from torch.testing import assert_close
+from untouched import count_hooks, digest
+from worded_models import DECODERS, worded_lm
+
+from malmen.baselines.key_moments import key_moments, read_texts
+from malmen.baselines.memit import Memit, spread
+from malmen.baselines.subject_tokens import Places, hidden_at
+from malmen.config import Config
+from malmen.data.records import EditRecord, Fact
+from malmen.data.subjects import edits_of
+from malmen.data.world import world_records
+from malmen.errors import EditError
+from malmen.layers import find_layers
+from malmen.lm import LanguageModel
+from malmen.overlay import edited
+
+FACTS = edits_of(world_records("validation")[:4])
+
+
+def config(folder: Path, **more: object) -> Config:
+    settings = {
+        "layers": "middle:2",
+        "prefixes": 0,
+        "covariance_weight": 1e-3,
+        "clamp": 4,
+        "cache_dir": str(folder),
+        **more,
+    }
+    return Config.model_validate({"baselines": {"memit": settings}})
+
+
+def test_the_closed_form_minimises_what_it_says() -> None:
+    """‖S K − R‖² + w tr(S C Sᵀ), minimised by stacking √w C^½ under the keys and asking numpy for least squares."""
+    rng = numpy.random.default_rng(0)
+    keys, rest, sample = rng.normal(size=(5, 8)), rng.normal(size=(5, 3)), rng.normal(size=(40, 8))
+    moment, weight = sample.T @ sample / 40, 0.3
+    values, vectors = numpy.linalg.eigh(moment)
+    root = vectors @ numpy.diag(numpy.sqrt(values)) @ vectors.T
+    stacked = numpy.vstack([keys, numpy.sqrt(weight) * root])
+    wanted = numpy.linalg.lstsq(stacked, numpy.vstack([rest, numpy.zeros((8, 3))]), rcond=None)[0].T
+    found = spread(torch.from_numpy(keys), torch.from_numpy(rest), torch.from_numpy(moment), weight)
+    assert_close(found, torch.from_numpy(wanted), rtol=1e-9, atol=1e-10)
+
+
+def test_a_corpus_too_small_for_a_layer_is_a_clear_error() -> None:
+    with pytest.raises(EditError, match="corpus is too small"):
+        spread(torch.ones(1, 4), torch.ones(1, 2), torch.zeros(4, 4, dtype=torch.float64), 1.0)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_the_subjects_hidden_states_arrive_at_their_values(name: str, tmp_path: Path) -> None:
+    lm = worded_lm(name)
+    before = digest(lm), count_hooks(lm)
+    settings = config(tmp_path)
+    found = Memit(lm, settings).edit(lm, FACTS)
+    assert (digest(lm), count_hooks(lm)) == before
+    assert len(found.shifts) == 2 and found.mean_residual() < 0.05
+    places = Places(lm, settings, 0, 1)
+    placed = [places.of(fact) for fact in FACTS]
+    block = Memit(lm, settings).layers[-1].block
+    plain = hidden_at(lm, block, placed, 4096)
+    with edited(lm, found.shifts):
+        moved = hidden_at(lm, block, placed, 4096)
+    assert ((moved - plain).norm(dim=-1) > 0.5 * plain.norm(dim=-1)).all()
+
+
+def test_a_value_makes_its_answer_more_probable_whatever_stands_before(tmp_path: Path) -> None:
+    from malmen.baselines.subject_values import find_values
+
+    lm, settings = worded_lm("gpt2"), config(tmp_path, prefixes=2)
+    places = Places(lm, settings, 2, 4)
+    varied = [places.with_prefixes(fact) for fact in FACTS]
+    before = hidden_at(lm, 1, [places.of(fact) for fact in FACTS], 4096)
+    arguments = (lm, 1, FACTS, varied, places, before, settings.baselines.memit)
+    heard: list[int] = []
+    together = find_values(*arguments, 10**9)
+    assert_close(find_values(*arguments, 1, heard.append), together, rtol=1e-6, atol=1e-8)  # one fact at a time
+    assert heard == [1, 2, 3, 4]
+    assert (together.norm(dim=-1) <= 4 * before.norm(dim=-1) * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "subject", "last"),
+    [
+        ("What does Brollo Gearkley do for a living?", "Brollo Gearkley", "ley"),
+        ("Brollo Gearkley", "Brollo Gearkley", "ley"),
+        ("Brollo Gearkley is paid by", "Brollo", "lo"),
+    ],
+)
+def test_the_subjects_last_token_is_found(prompt: str, subject: str, last: str, tmp_path: Path) -> None:
+    lm = worded_lm("gpt2")
+    places = Places(lm, config(tmp_path), 2, 3)
+    for placed in places.with_prefixes(Fact(prompt, "Lisbon", subject)):
+        ids = placed.encoded.input_ids
+        assert lm.tokenizer.decode(ids[placed.position : placed.position + 1]).strip() == last
+        assert lm.tokenizer.decode(ids[: placed.position + 1]).endswith(subject)
+
+
+def test_a_fact_without_a_subject_is_a_clear_error(tmp_path: Path) -> None:
+    lm = worded_lm("gpt2")
+    method = Memit(lm, config(tmp_path))
+    with pytest.raises(EditError, match="needs the subject of 'Who is it"):
+        method.edit(lm, [Fact("Who is it?", "Ann")])
+    with pytest.raises(EditError, match="does not stand in the prompt"):
+        method.edit(lm, [replace(FACTS[0], subject="Nobody")])
+
+
+def test_other_kinds_of_models_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(EditError, match="edits decoders"):
+        Memit(tiny_lm("t5"), config(tmp_path))
+
+
+def moments_by_hand(lm: LanguageModel, layer: str, texts: list[str]) -> torch.Tensor:
+    rows: list[torch.Tensor] = []
+    handle = lm.model.get_submodule(layer).register_forward_hook(lambda _m, args, _o: rows.append(args[0][0].detach()))
+    for text in texts:
+        lm.model(torch.tensor([lm.tokenizer(text)["input_ids"]]))
+    handle.remove()
+    keys = torch.cat(rows)
+    return keys.T @ keys / len(keys)
+
+
+def test_the_moments_are_the_mean_over_all_tokens_however_they_are_batched_and_are_kept(tmp_path: Path) -> None:
+    lm = worded_lm("gpt2")
+    layers = find_layers(lm.model, "last:2")
+    texts = [fact.prompt for fact in FACTS]
+    for budget in (7, 4096):
+        found = key_moments(lm, layers, texts, 10_000, token_budget=budget, cache=tmp_path / str(budget))
+        for layer in layers:
+            assert_close(found[layer.name], moments_by_hand(lm, layer.name, texts), rtol=1e-9, atol=1e-12)
+    heard: list[int] = []
+    again = key_moments(lm, layers, texts, 10_000, cache=tmp_path / "7", on_tokens=heard.append)
+    assert heard == []  # nothing was run
+    assert_close(again[layers[0].name], found[layers[0].name], rtol=1e-9, atol=1e-12)
+    key_moments(lm, layers, texts, 5, cache=tmp_path / "7", on_tokens=heard.append)
+    assert heard == [5]  # other settings are another file
+
+
+def test_a_corpus_without_text_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("\n\n")
+    with pytest.raises(EditError, match="holds no text"):
+        read_texts(tmp_path / "empty.txt")
+    with pytest.raises(EditError, match="cannot read the corpus"):
+        read_texts(tmp_path / "absent.txt")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "rephrasing", "subject"),
+    [
+        ("What is the language Taras Bulba is written in?", "In which language is Taras Bulba?", "Taras Bulba"),
+        ("Of which constellation is 5 Tauri a part?", "Which constellation has 5 Tauri?", "5 Tauri"),
+        ("The town where Ann lives is", "Ann lives in the town of", "Ann lives"),
+        ("Who is it?", "Name them", None),
+    ],
+)
+def test_a_subject_is_found_by_what_the_rephrasings_share(prompt: str, rephrasing: str, subject: str | None) -> None:
+    record = EditRecord(Fact(prompt, "x"), (Fact(rephrasing, "x"),))
+    assert edits_of([record])[0].subject == subject
+    assert edits_of([replace(record, equivalents=())])[0].subject is None
+    assert edits_of([replace(record, edit=replace(record.edit, subject="given"))])[0].subject == "given"

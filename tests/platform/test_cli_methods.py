@@ -1,0 +1,75 @@
+"""The rivals on the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from malmen.data.world import world_records
+
+Malmen = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def facts(tmp_path: Path) -> Path:
+    file = tmp_path / "facts.jsonl"
+    rows = [
+        {
+            "prompt": record.edit.prompt,
+            "answer": record.edit.answer,
+            "equivalents": [f.prompt for f in record.equivalents],
+        }
+        for record in world_records("validation")[:3]
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.mark.parametrize("method", ["ft", "memit", "ultraedit"])
+def test_a_rival_edits_without_an_editor(malmen: Malmen, facts: Path, tmp_path: Path, method: str) -> None:
+    """The rows name no subject: MEMIT finds it in what the rephrasings share."""
+    out = tmp_path / "edit"
+    moments = f"baselines.memit.cache_dir={tmp_path / 'moments'}"
+    code, said, _ = malmen(
+        "edit", "--method", method, "--facts", facts, "--out", out, "--no-generate", "--json", moments
+    )
+    assert code == 0 and json.loads(said)["edits"] == 3
+    about = json.loads((out / "edit.json").read_text())["editor"]
+    assert about["method"] == method and about["settings"]
+
+
+def test_a_rival_is_evaluated_with_its_own_settings(malmen: Malmen) -> None:
+    code, said, _ = malmen(
+        "eval",
+        "--method",
+        "ft",
+        "--edits",
+        4,
+        "--no-generate",
+        "--json",
+        "baselines.ft.epochs=1",
+        "baselines.ft.lr=1e-9",
+    )
+    scores = json.loads(said)
+    assert code == 0 and scores["edit_success"] == scores["edit_success_before"] and scores["locality_agreement"] == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--method", "magic"], "there is no method 'magic'; the methods are malmen, mend, ft, memit, ultraedit"),
+        (["--method", "mend"], "--method mend needs a trained editor"),
+        ([], "--method malmen needs a trained editor"),
+        (["--editor", "x", "--config", "builtin", "--method", "ft"], "--config and --editor exclude each other"),
+        (["--editor", "x", "seed=3"], "brings its own settings"),
+        (["--method", "ft", "baselines.ft.epoch=1"], "unknown key 'baselines.ft.epoch'"),
+        (["--method", "ft", "--config", "nothing"], "no config 'nothing'"),
+    ],
+)
+def test_wrong_usage_is_told(malmen: Malmen, facts: Path, tmp_path: Path, args: list[str], message: str) -> None:
+    code, _, said = malmen("edit", "--facts", facts, "--out", tmp_path / "edit", *args)
+    assert code == 2 and message in said
+    assert not (tmp_path / "edit").exists()
