@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from tiny_models import make_setup, random_facts
 from torch.testing import assert_close
 
-from malmen.baselines.mend import SETTINGS, mend_config
+from malmen.baselines.mend import SETTINGS, mend_config, sum_residual
 from malmen.config import Config
 from malmen.data.tokens import make_batches
 from malmen.trace import trace
@@ -34,3 +35,18 @@ def test_a_config_is_made_mends_and_otherwise_kept() -> None:
     assert found.editor.aggregation == "sum" and found.editor.tokens == "all"
     assert found.editor.rank == 8 and found.seed == 3
     assert config.editor.aggregation == "least_squares"
+
+
+def test_the_residual_of_a_sum_is_what_each_token_misses_of_its_own_shift() -> None:
+    setup = make_setup("gpt2", **SETTINGS)
+    editor, lm = setup.editor, setup.lm
+    traces = trace(lm, editor.layers, make_batches(random_facts(lm, 4), 4096, lm.pad_id), "all")
+    editor.observe(traces)
+    shifts, residuals = editor.solve(traces).shifts, []
+    for layer in editor.layers:
+        net, index = editor._find(layer.name)
+        for key, grad in zip(*traces[layer.name], strict=True):
+            pseudo_key, scaled_grad = (part[0].detach() for part in net(torch.tensor([index]), key[None], grad[None]))
+            wanted = torch.outer(scaled_grad, pseudo_key) @ key
+            residuals.append(float((shifts[layer.name] @ key - wanted).norm() / wanted.norm()))
+    assert sum_residual(editor, traces) == pytest.approx(sum(residuals) / len(residuals), rel=1e-9)

@@ -1,0 +1,57 @@
+"""The meta-gradient as MEND computes it: hyper-network, normal equation and LM in one graph (the paper's Fig. 2).
+
+Same shifts and same gradient as `malmen.meta.meta_step`, whose memory it is compared with: here every activation of
+every edit is held at the same time.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from malmen.data.tokens import make_batches
+from malmen.editor import Editor
+from malmen.hypernet import HyperNetwork
+from malmen.lm import LanguageModel
+from malmen.losses import kl, nll
+from malmen.meta import MetaBatch
+from malmen.overlay import edited
+from malmen.trace import LayerTrace, trace
+
+
+def concatenated_backward(lm: LanguageModel, editor: Editor, batch: MetaBatch) -> None:
+    """Add ∇_θ L_meta to the gradients of θ by autograd through everything; no batches."""
+    edits, equivalents, unrelated = (
+        make_batches(facts, sys.maxsize, lm.pad_id)[0].to(lm.device)
+        for facts in (batch.edits, batch.equivalents, batch.unrelated)
+    )
+    traces = trace(lm, editor.layers, [edits], editor.config.editor.tokens)
+    editor.observe(traces)
+    shifts = {}
+    for shape, members in editor.groups.items():
+        net = cast(HyperNetwork, editor.nets[shape])
+        for index, layer in enumerate(members):
+            shifts[layer.name] = _shift(net, index, traces[layer.name]).to(lm.dtype)
+    with torch.no_grad():
+        reference = lm.log_probs(unrelated)
+    with edited(lm, shifts):
+        loss = nll(lm.log_probs(equivalents), equivalents.targets) / len(batch.equivalents)
+        drift = kl(reference, lm.log_probs(unrelated)) / len(batch.unrelated)
+    (loss + editor.config.training.locality_coef * drift).backward()  # type: ignore[no-untyped-call]
+
+
+def _shift(net: HyperNetwork, index: int, found: LayerTrace) -> Tensor:
+    """S* of a layer, with its graph; by the smaller of the two forms."""
+    members = torch.full((len(found.keys),), index, device=found.keys.device)
+    keys = found.keys.to(net.log_edit_lr)
+    pseudo_keys, scaled_grads = net(members, keys, found.value_grads)
+    diffs = ((pseudo_keys * keys).sum(-1, keepdim=True) * scaled_grads).double()
+    rows, damping = found.keys.double(), net.log_damping[index].double().exp()
+    if len(rows) < rows.shape[1]:
+        factor = torch.linalg.cholesky(rows @ rows.T + damping * torch.eye(len(rows)).to(rows))
+        return torch.cholesky_solve(diffs, factor).T @ rows
+    factor = torch.linalg.cholesky(rows.T @ rows + damping * torch.eye(rows.shape[1]).to(rows))
+    return torch.cholesky_solve(rows.T @ diffs, factor).T

@@ -1,0 +1,65 @@
+"""What is said of the numbers follows from the numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from malmen.tune.experiments.findings import findings
+
+
+def row(variant: str, edits: int, score: float | None, residual: float = 1.0, **more: Any) -> dict[str, Any]:
+    return {
+        "variant": variant, "edits": edits, "mean_residual": {"mean": residual},
+        "score": None if score is None else {"mean": score}, **more,
+    }  # fmt: skip
+
+
+def scaling(malmen: float, mend: float) -> dict[str, Any]:
+    return {
+        "scaling": {
+            "rows": [row("malmen", 64, malmen), row("mend", 64, mend), row("mend", 8, 0.99), row("ft", 64, None)]
+        }
+    }
+
+
+def test_malmen_is_ahead_only_if_it_is() -> None:
+    ((text, held),) = findings(scaling(0.9, 0.8))
+    assert held and "at 64 edits" in text and "90.0" in text and "mend 80.0" in text
+    ((_, held),) = findings(scaling(0.8, 0.9))
+    assert not held
+
+
+def test_the_residual_must_be_a_hundred_times_smaller() -> None:
+    for sum_residual, expected in ((99.0, False), (101.0, True)):
+        rows = [
+            row("squares_answer", 256, 1, 1.0),
+            row("sum_answer", 256, 1, sum_residual),
+            row("squares_answer", 512, 1, 1000.0),
+        ]
+        ((text, held),) = findings({"cancellation": {"rows": rows}})
+        assert held is expected and "at 256 edits" in text
+
+
+def test_memory_is_flat_only_if_it_is() -> None:
+    def rows(last: float) -> list[dict[str, Any]]:
+        return [
+            {"way": "decomposed", "edits": 32, "peak_mb": 100.0}, {"way": "decomposed", "edits": 512, "peak_mb": last},
+            {"way": "concatenated", "edits": 512, "ran_out": 4.0},
+        ]  # fmt: skip
+
+    ((text, held),) = findings({"memory": {"rows": rows(120.0)}})
+    assert held and "ran out" in text
+    ((_, held),) = findings({"memory": {"rows": rows(130.0)}})
+    assert not held
+
+
+def test_rounds_over_the_union_must_score_as_at_once() -> None:
+    for union, expected in ((0.9, True), (0.8, False)):
+        rows = [row("malmen", 64, 0.9, way="at once"), row("malmen", 64, union, way="union")]
+        ((_, held),) = findings({"rounds": {"rows": rows}})
+        assert held is expected
+
+
+def test_nothing_is_said_of_what_was_not_measured() -> None:
+    assert findings({}) == []
+    assert findings({"scaling": {"rows": [row("mend", 64, 0.5)]}}) == []

@@ -1,0 +1,141 @@
+"""The experiments, small, on the tests' Ray: every number is there, a killed run goes on, a failure is told."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from malmen.errors import UsageError
+from malmen.tune.experiments import work
+from malmen.tune.experiments.cells import Cell, Cells, cells_of
+from malmen.tune.experiments.figures import draw
+from malmen.tune.experiments.memory import measure_memory
+from malmen.tune.experiments.report import write_report
+from malmen.tune.experiments.runner import ExperimentListener, base_config, run_experiments
+from malmen.tune.experiments.settings import ExperimentConfig, load_experiment
+from malmen.tune.experiments.variants import all_variants, method_variant
+
+SMALL = [
+    "training.steps=2", "training.num_edits=4", "editor.layers=last:1", "editor.rank=4", "tracking.enabled=false",
+    "experiment.seeds=[0, 1]", "experiment.edits=[2, 4]", "experiment.ablation_edits=4", "experiment.rounds=2",
+    "experiment.memory_edits=[4]", "experiment.ablations=[sum, no_regularisation]", "baselines.ft.epochs=1",
+    "baselines.memit.steps=2", "experiment.failures=3",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> ExperimentConfig:
+    moments = tmp_path_factory.mktemp("moments")
+    return load_experiment(
+        "fast", [*SMALL, f"baselines.memit.cache_dir={moments}", "baselines.memit.corpus_tokens=2000"]
+    )
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+def test_all_experiments_give_numbers_pictures_and_a_page_and_nothing_is_done_twice(
+    settings: ExperimentConfig, tmp_path: Path
+) -> None:
+    folder, heard = tmp_path / "experiment", []
+    listener = ExperimentListener(lambda done, total: heard.append((done, total)))
+    kinds = ("scaling", "ablation", "cancellation", "rounds", "failures")
+    written = run_experiments(settings, kinds, folder, listener=listener)
+    assert [path.stem for path in written] == sorted(kinds) and heard[-1][0] == heard[-1][1] > 20
+    scaling = json.loads((folder / "results" / "scaling.json").read_text())
+    assert {(row["variant"], row["edits"]) for row in scaling["rows"]} == {
+        (method, edits) for method in ("malmen", "mend", "ft", "memit", "ultraedit") for edits in (2, 4)
+    }
+    for row in scaling["rows"]:
+        assert row["seeds"] == 2 and len(row["edit_success"]["values"]) == 2 and row["errors"] == []
+        assert 0 <= row["locality_agreement"]["mean"] <= 1
+    ablation = json.loads((folder / "results" / "ablation.json").read_text())["rows"]
+    assert [row["variant"] for row in ablation] == ["sum", "no_regularisation", "malmen"]
+    failed = next(row for row in ablation if row["variant"] == "no_regularisation")
+    assert failed["seeds"] == 2 or "damping 0 is not positive definite" in failed["errors"][0]
+    residuals = json.loads((folder / "results" / "cancellation.json").read_text())["rows"]
+    assert all(row["mean_residual"]["mean"] > 0 for row in residuals)
+    page = write_report(folder).read_text()
+    assert page.count("data:image/svg+xml") == 4 and not re.search(r"(src|href)=\"http", page)
+
+    cells = {path: path.stat().st_mtime_ns for path in (folder / "cells").iterdir()}
+    (folder / "cells" / "ft-seed1-4.json").unlink()  # as if it had been killed there
+    run_experiments(settings, kinds, folder)
+    after = {path: path.stat().st_mtime_ns for path in (folder / "cells").iterdir()}
+    assert after.keys() == cells.keys() and {path.name for path in cells if cells[path] != after[path]} == {
+        "ft-seed1-4.json"
+    }
+    with pytest.raises(UsageError, match=r"another experiment.rounds; choose another --out"):
+        run_experiments(settings.model_copy(update={"rounds": 3}), kinds, folder)
+
+
+def test_a_cell_is_the_same_edit_made_by_hand(settings: ExperimentConfig, tmp_path: Path) -> None:
+    from malmen.baselines.fine_tune import FineTune
+    from malmen.data.subjects import edits_of
+    from malmen.evaluate import evaluate
+    from malmen.lm import load_lm
+    from malmen.sampling import validation_records
+    from malmen.training import check_enough
+
+    variant = method_variant("ft", base_config(settings))
+    work.do_cells(variant, 1, [Cell("ft", 1, 4)], settings, tmp_path)
+    found = Cells(tmp_path).get(Cell("ft", 1, 4))
+    config = variant.seeded(1)
+    lm, records = load_lm(config.model), check_enough(validation_records(config), 4)
+    shifts = FineTune(lm, config).edit(lm, edits_of(records)).shifts
+    scores = evaluate(lm, records, shifts, config, generate=False).scores()
+    assert found is not None and found["scores"] == scores
+
+
+def test_what_fails_is_kept_as_an_error_and_the_others_go_on(settings: ExperimentConfig, tmp_path: Path) -> None:
+    variant = method_variant("ft", base_config(settings))
+    work.do_cells(variant, 0, [Cell("ft", 0, 100_000), Cell("ft", 0, 2)], settings, tmp_path)
+    assert "100000 held-out edits were asked for" in Cells(tmp_path).get(Cell("ft", 0, 100_000))["error"]
+    assert "scores" in Cells(tmp_path).get(Cell("ft", 0, 2))
+
+
+def test_each_experiment_asks_only_for_what_it_needs(settings: ExperimentConfig) -> None:
+    config = base_config(settings)
+    wanted = {
+        kind: {variant.name for variant in all_variants(settings, config, {kind})}
+        for kind in ("scaling", "ablation", "cancellation")
+    }
+    assert wanted["scaling"] == {"malmen", "mend", "ft", "memit", "ultraedit"}
+    assert wanted["ablation"] == {"malmen", "sum", "no_regularisation"} and wanted["cancellation"] == {
+        "squares_answer",
+        "sum_answer",
+    }
+    cells = list(cells_of(method_variant("malmen", config), 0, settings, {"rounds"}))
+    assert [(cell.rounds, cell.way) for cell in cells] == [(1, "at once"), (2, "union"), (2, "again")]
+
+
+def test_a_folder_with_something_else_in_it_is_refused(settings: ExperimentConfig, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(UsageError, match="holds something else"):
+        run_experiments(settings, ("scaling",), tmp_path)
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_step_is_measured_and_running_out_is_told(settings: ExperimentConfig) -> None:
+    config = base_config(settings)
+    found = measure_memory(config, "concatenated", 4, 4.0)
+    assert found["peak_mb"] >= found["before_mb"] > 50
+    assert measure_memory(config, "decomposed", 4, 0.05) == {"way": "decomposed", "edits": 4, "ran_out": 0.05}
+
+
+def test_a_picture_can_be_drawn_again_from_its_json_alone(tmp_path: Path) -> None:
+    rows = [
+        {
+            "way": way,
+            "edits": edits,
+            **({"ran_out": 4.0} if way == "concatenated" and edits == 64 else {"peak_mb": 100.0}),
+        }
+        for way in ("decomposed", "concatenated")
+        for edits in (32, 64)
+    ]
+    found = json.loads(json.dumps({"experiment": "memory", "model": "builtin", "seeds": [0], "rows": rows}))
+    assert [path.suffix for path in draw(found, tmp_path)] == [".png", ".svg"]
+    assert (tmp_path / "memory.svg").stat().st_size > 1000

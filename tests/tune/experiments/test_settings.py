@@ -1,0 +1,56 @@
+"""Presets and what may be changed in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from malmen.errors import UsageError
+from malmen.tune.experiments.runner import base_config
+from malmen.tune.experiments.settings import PRESETS, load_experiment
+from malmen.tune.experiments.variants import Variant, ablation, all_variants, method_variant
+
+
+@pytest.mark.parametrize("path", sorted(PRESETS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_preset_names_a_config_that_loads(path: Path) -> None:
+    settings = load_experiment(path.stem, [])
+    assert base_config(settings).training.steps > 0
+
+
+def test_settings_of_the_config_and_of_the_experiment_are_told_apart() -> None:
+    settings = load_experiment("world", ["training.steps=7", "experiment.seeds=[5]", "experiment.edits=[2, 4]"])
+    assert settings.seeds == [5] and settings.edits == [2, 4]
+    assert base_config(settings).training.steps == 7
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["experiment.methods=[magic]"], "there is no method magic; the methods are malmen, mend"),
+        (["experiment.seed=1"], "unknown key 'seed'"),
+        (["experiment.ablations=[nothing]"], "ablations.0"),
+        (["experiment.seeds=[]"], "seeds"),
+    ],
+)
+def test_wrong_settings_are_told(overrides: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message.replace("[", r"\[")):
+        load_experiment("world", overrides)
+
+
+def test_an_unknown_preset_is_told_with_those_there_are() -> None:
+    with pytest.raises(UsageError, match=r"no preset 'moon'.*default, fast, world"):
+        load_experiment("moon", [])
+
+
+def test_variants_differ_in_one_thing_and_those_that_do_not_share_an_editor() -> None:
+    settings = load_experiment("world", [])
+    config = base_config(settings)
+    found = {variant.name: variant for variant in all_variants(settings, config, {"scaling", "ablation"})}
+    assert found["sum"].run_name(0) == found["mend"].run_name(0)  # this config traces all tokens, as MEND does
+    names = {variant.run_name(0) for variant in found.values() if variant.trained}
+    assert len(names) == 5 and found["malmen"].run_name(0) != found["malmen"].run_name(1)
+    assert ablation("other_ffn", config).config.editor.ffn == "first"
+    assert ablation("other_tokens", config).label() == "answer tokens only"
+    assert not method_variant("ft", config).trained
+    assert isinstance(method_variant("mend", config), Variant)

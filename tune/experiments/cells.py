@@ -1,0 +1,73 @@
+"""One number of edits, one variant, one seed: the smallest piece of an experiment, kept in a file once it is done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from malmen.files import whole_file
+from malmen.tune.experiments.settings import ExperimentConfig
+from malmen.tune.experiments.variants import Variant
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is measured: an edit at once (rounds 1), or in several rounds, one after the other."""
+
+    variant: str
+    seed: int
+    edits: int
+    rounds: int = 1
+    way: str = "at once"  # or `union` and `again`: how later rounds are merged with earlier ones
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        rest = "" if self.rounds == 1 else f"-{self.rounds}-{self.way}"
+        return f"{self.variant}-seed{self.seed}-{self.edits}{rest}.json"
+
+
+class Cells:
+    """The folder of an experiment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._files = folder, folder / "cells"
+        self._files.mkdir(parents=True, exist_ok=True)
+
+    def done(self, cell: Cell) -> bool:
+        return (self._files / cell.name).exists()
+
+    def put(self, cell: Cell, found: dict[str, Any]) -> None:
+        """Keep a result, or `{"error": …}`."""
+        whole_file(self._files / cell.name, json.dumps({**asdict(cell), **found}, indent=1, ensure_ascii=False) + "\n")
+
+    def get(self, cell: Cell) -> dict[str, Any] | None:
+        """What was found, if it was."""
+        if not self.done(cell):
+            return None
+        found: dict[str, Any] = json.loads((self._files / cell.name).read_text(encoding="utf-8"))
+        return found
+
+
+def cells_of(variant: Variant, seed: int, settings: ExperimentConfig, kinds: set[str]) -> Iterator[Cell]:
+    """All that these experiments ask of a variant, the quickest first."""
+    numbers: set[int] = set()
+    if variant.name in settings.methods and kinds & {"scaling", "failures"}:
+        numbers |= set(settings.edits)
+    if variant.name in ("squares_answer", "sum_answer") and "cancellation" in kinds:
+        numbers |= set(settings.edits)
+    if "ablation" in kinds and (variant.name == "malmen" or variant.name in settings.ablations):
+        numbers.add(settings.ablation_edits)
+    if "rounds" in kinds and variant.name in WAYS:
+        numbers.add(settings.ablation_edits)
+    for number in sorted(numbers):
+        yield Cell(variant.name, seed, number)
+    if "rounds" in kinds:
+        for way in WAYS.get(variant.name, ()):
+            yield Cell(variant.name, seed, settings.ablation_edits, settings.rounds, way)
+
+
+WAYS = {"malmen": ("union", "again"), "ultraedit": ("again",), "ft": ("again",)}

@@ -1,0 +1,119 @@
+"""`malmen experiment`: the paper's comparisons, each one command, and all of them as a report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from malmen.platform.cli_options import AsJson
+from malmen.tune.experiments.settings import KINDS, load_experiment
+
+if TYPE_CHECKING:
+    from malmen.tune.experiments.runner import ExperimentListener
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="MALMEN and its rivals on the same facts: `malmen experiment report --preset world`.",
+    pretty_exceptions_enable=False,
+)
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="settings of the editor's config as key=value, of the experiment as experiment.key=value"),
+]
+Preset = Annotated[str, typer.Option(help="a YAML file, or a shipped one: world, fast, default")]
+Out = Annotated[Path, typer.Option(help="the folder; the same command again goes on there")]
+Address = Annotated[
+    str | None, typer.Option(help="of a Ray cluster (HOST:PORT or `auto`); default: RAY_ADDRESS, else a local one")
+]
+_HELP = {
+    "scaling": "ES, GS and LS over the number of edits, for all methods (Figs. 5-8).",
+    "ablation": "MALMEN with one thing changed: sum, no regularisation, the other FC, the other tokens (Tables 1, 2).",
+    "cancellation": "The mean residual over the number of edits, least squares beside a sum (Fig. 9).",
+    "rounds": "Editing in rounds: one set of all facts, or the edited model again and again.",
+    "memory": "Peak memory over the number of edits, one graph beside the decomposed step (Fig. 10).",
+    "failures": "Rows where the edit, the rephrasing or an unrelated answer went wrong, with the texts.",
+}
+
+
+def _run(
+    kinds: tuple[str, ...], preset: str, overrides: list[str] | None, out: Path, address: str | None
+) -> list[Path]:
+    settings = load_experiment(preset, overrides or [])
+    from malmen.tune.experiments.runner import run_experiments
+
+    with _progress() as listener:
+        return run_experiments(settings, kinds, out, address=address, listener=listener)
+
+
+@contextmanager
+def _progress() -> Iterator[ExperimentListener]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from malmen.platform.output import err
+    from malmen.tune.experiments.runner import ExperimentListener
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, disable=not err.is_terminal) as progress:
+        task = progress.add_task("measurements", total=None)
+        yield ExperimentListener(
+            lambda done, total: progress.update(task, completed=done, total=total),
+            lambda text: err.print(text, highlight=False, soft_wrap=True),
+        )
+
+
+def _add(kind: str) -> None:
+    def command(
+        overrides: Overrides = None,
+        preset: Preset = "world",
+        out: Out = Path("runs/experiment"),
+        address: Address = None,
+        as_json: AsJson = False,
+    ) -> None:
+        (path,) = _run((kind,), preset, overrides, out, address)
+        _show({"results": str(path), "picture": str(path.with_suffix(".png"))}, as_json)
+
+    command.__doc__ = _HELP[kind]
+    app.command(kind)(command)
+
+
+for _kind in KINDS:
+    _add(_kind)
+
+
+@app.command("report")
+def report(
+    overrides: Overrides = None,
+    preset: Preset = "world",
+    out: Out = Path("runs/experiment"),
+    address: Address = None,
+    as_json: AsJson = False,
+) -> None:
+    """All experiments, and one page that shows them."""
+    began = time.perf_counter()
+    _run(KINDS, preset, overrides, out, address)
+    import json
+
+    from malmen.tune.experiments.findings import findings
+    from malmen.tune.experiments.report import write_report
+
+    path = write_report(out.absolute())
+    found = {kind: json.loads((out / "results" / f"{kind}.json").read_text(encoding="utf-8")) for kind in KINDS}
+    told = [{"expected": text, "holds": held} for text, held in findings(found)]
+    _show({"report": str(path), "seconds": round(time.perf_counter() - began, 1), "findings": told}, as_json)
+
+
+def _show(found: dict[str, Any], as_json: bool) -> None:
+    from malmen.platform.output import out, print_json
+
+    if as_json:
+        print_json(found)
+        return
+    for row in found.pop("findings", []):
+        out.print(("holds: " if row["holds"] else "DOES NOT HOLD: ") + row["expected"], highlight=False)
+    for name, value in found.items():
+        out.print(f"{name}: {value}", highlight=False, soft_wrap=True)

@@ -1,0 +1,163 @@
+"""Pictures of experiments, drawn from their JSON alone; PNG and SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+PANELS = {
+    "edit_success": "ES: edits",
+    "generalization_success": "GS: rephrasings",
+    "locality_success": "LS: unrelated",
+}
+COLOURS = {
+    "malmen": "C0",
+    "mend": "C1",
+    "squares_answer": "C0",
+    "sum_answer": "C1",
+    "ft": "C2",
+    "memit": "C3",
+    "ultraedit": "C4",
+}
+MARKS = {"malmen": "o", "mend": "s", "ft": "^", "memit": "D", "ultraedit": "v"}
+_WAYS = {"decomposed": "LM and hyper-network apart (MALMEN)", "concatenated": "one graph (MEND-style)"}
+
+
+def draw(found: dict[str, Any], folder: Path) -> list[Path]:
+    """The picture of an experiment, if it has one."""
+    maker = _MAKERS.get(found["experiment"])
+    if maker is None or not found["rows"]:
+        return []
+    figure = maker(found)
+    made = [folder / f"{found['experiment']}.{kind}" for kind in ("png", "svg")]
+    for path in made:
+        figure.savefig(path, dpi=120)
+    return made
+
+
+def _figure(columns: int, width: float = 3.6, height: float = 3.4) -> tuple[Figure, Sequence[Axes]]:
+    figure = Figure(figsize=(width * columns + 1, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(1, columns, squeeze=False)[0]
+
+
+def _title(figure: Figure, found: dict[str, Any], text: str) -> None:
+    seeds = len(found["seeds"])
+    figure.suptitle(f"{text} · {found['model']}, {seeds} seed{'s' if seeds > 1 else ''} (mean ± standard deviation)",
+                    fontsize=9)  # fmt: skip
+
+
+def _band(axes: Axes, rows: Sequence[dict[str, Any]], name: str, scale: float, label: str, variant: str) -> None:
+    """A line over the number of edits, with the deviation as a band."""
+    some = [row for row in rows if row[name] is not None]
+    edits = [row["edits"] for row in some]
+    means = [scale * row[name]["mean"] for row in some]
+    wide = [scale * row[name]["deviation"] for row in some]
+    style = {"color": COLOURS.get(variant, "C5")}
+    axes.plot(edits, means, marker=MARKS.get(variant, "o"), markersize=4, label=label, **style)
+    low = [mean - one for mean, one in zip(means, wide, strict=True)]
+    high = [mean + one for mean, one in zip(means, wide, strict=True)]
+    axes.fill_between(edits, low, high, alpha=0.18, linewidth=0, **style)
+
+
+def _over_edits(axes: Axes, edits: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted(set(edits)), [str(number) for number in sorted(set(edits))])
+    axes.minorticks_off()
+    axes.set_xlabel("edits at once")
+    axes.grid(alpha=0.3)
+
+
+def _scaling(found: dict[str, Any]) -> Figure:
+    figure, panels = _figure(len(PANELS))
+    names = list(dict.fromkeys(row["variant"] for row in found["rows"]))
+    for axes, (name, title) in zip(panels, PANELS.items(), strict=True):
+        for variant in names:
+            rows = [row for row in found["rows"] if row["variant"] == variant]
+            _band(axes, rows, name, 100, rows[0]["label"], variant)
+        befores = [row[f"{name}_before"]["mean"] for row in found["rows"] if row[f"{name}_before"]]
+        if befores:
+            axes.axhline(100 * sum(befores) / len(befores), color="grey", linestyle=":", label="unedited")
+        _over_edits(axes, [row["edits"] for row in found["rows"]])
+        axes.set_ylim(0, 103)
+        axes.set_ylabel(f"{title}, right tokens (%)")
+    panels[0].legend(fontsize=7)
+    _title(figure, found, "Right answers over the number of edits")
+    return figure
+
+
+def _bars(found: dict[str, Any], labels: Sequence[str], title: str) -> Figure:
+    figure, panels = _figure(len(PANELS), height=1.2 + 0.34 * len(labels))
+    for axes, (name, text) in zip(panels, PANELS.items(), strict=True):
+        for place, row in enumerate(found["rows"]):
+            if row[name] is None:
+                axes.text(1, place, "failed", va="center", fontsize=8, color="C3")
+                continue
+            axes.barh(
+                place, 100 * row[name]["mean"], xerr=100 * row[name]["deviation"], color=f"C{place % 10}", alpha=0.8
+            )
+        axes.set_yticks(range(len(labels)), labels if axes is panels[0] else [""] * len(labels), fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlim(0, 103)
+        axes.set_xlabel(f"{text}, right tokens (%)")
+        axes.grid(alpha=0.3, axis="x")
+    _title(figure, found, title)
+    return figure
+
+
+def _ablation(found: dict[str, Any]) -> Figure:
+    return _bars(found, [row["label"] for row in found["rows"]], f"Ablation, {found['rows'][0]['edits']} edits")
+
+
+def _rounds(found: dict[str, Any]) -> Figure:
+    labels = [
+        f"{row['label']}, " + ("at once" if row["rounds"] == 1 else f"{row['rounds']} rounds, {row['way']}")
+        for row in found["rows"]
+    ]
+    return _bars(found, labels, f"Sequential editing, {found['rows'][0]['edits']} edits in all")
+
+
+def _cancellation(found: dict[str, Any]) -> Figure:
+    figure, (axes,) = _figure(1, width=4.6)
+    for variant in dict.fromkeys(row["variant"] for row in found["rows"]):
+        rows = [row for row in found["rows"] if row["variant"] == variant]
+        _band(axes, rows, "mean_residual", 1, rows[0]["label"], variant)
+    axes.set_yscale("log")
+    _over_edits(axes, [row["edits"] for row in found["rows"]])
+    axes.set_ylabel("mean residual MR (no unit)")
+    axes.legend(fontsize=8)
+    _title(figure, found, "Cancellation")
+    return figure
+
+
+def _memory(found: dict[str, Any]) -> Figure:
+    figure, (axes,) = _figure(1, width=4.6)
+    for place, (way, label) in enumerate(_WAYS.items()):
+        rows = [row for row in found["rows"] if row["way"] == way]
+        good = [row for row in rows if "peak_mb" in row]
+        axes.plot([row["edits"] for row in good], [row["peak_mb"] for row in good], "os"[place] + "-", label=label,
+                  color=f"C{place}")  # fmt: skip
+        for row in rows:
+            if "ran_out" in row:
+                axes.plot(row["edits"], 1024 * row["ran_out"], "x", color=f"C{place}")
+                axes.annotate(f"more than {row['ran_out']:g} GB", (row["edits"], 1024 * row["ran_out"]), fontsize=7)
+    _over_edits(axes, [row["edits"] for row in found["rows"]])
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("peak memory of the process (MB)")
+    axes.set_title(f"One meta-training step · {found['model']}, one run each", fontsize=9)
+    axes.legend(fontsize=8)
+    return figure
+
+
+_MAKERS: dict[str, Callable[[dict[str, Any]], Figure]] = {
+    "scaling": _scaling,
+    "ablation": _ablation,
+    "rounds": _rounds,
+    "cancellation": _cancellation,
+    "memory": _memory,
+}

@@ -1,0 +1,80 @@
+"""Peak memory of one meta-training step over the number of edits: decomposed, and as one graph (the paper's Fig. 10).
+
+Every measurement has a process of its own, because a peak never goes down: `python -m malmen.tune.experiments.memory`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from malmen.config import Config, parse_config
+from malmen.errors import EditError
+
+WAYS = {"decomposed": "LM and hyper-network apart (MALMEN)", "concatenated": "one graph (MEND-style)"}
+_LIMIT_SECONDS = 1200
+# glibc keeps freed blocks below a threshold that it raises as it goes; with a fixed one they go back to the system.
+_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_TRIM_THRESHOLD_": "1000000"}
+
+
+def measure_memory(config: Config, way: str, edits: int, limit_gb: float) -> dict[str, Any]:
+    """The peak of a step in MB, what the process held before it, or that it ran out."""
+    asked = json.dumps({"config": config.model_dump(mode="json"), "way": way, "edits": edits, "limit_gb": limit_gb})
+    command = [sys.executable, "-m", "malmen.tune.experiments.memory"]
+    found = subprocess.run(
+        command, input=asked, capture_output=True, text=True, env={**os.environ, **_ALLOCATOR}, timeout=_LIMIT_SECONDS
+    )
+    row: dict[str, Any] = {"way": way, "edits": edits}
+    if found.returncode == 0:
+        return row | json.loads(found.stdout.splitlines()[-1])
+    if "can't allocate memory" in found.stderr or "MemoryError" in found.stderr:
+        return row | {"ran_out": limit_gb}
+    last = (found.stderr.strip().splitlines() or ["no message"])[-1]
+    raise EditError(f"a step of {edits} edits could not be measured ({way}): {last}")
+
+
+def _step(config: Config, way: str, edits: int) -> dict[str, Any]:
+    from malmen.baselines.concatenated import concatenated_backward
+    from malmen.facts import fact_encoder
+    from malmen.lm import load_lm
+    from malmen.meta import meta_step
+    from malmen.sampling import Sampler, training_records
+    from malmen.training import make_editor
+
+    sized = config.model_copy(update={"training": config.training.model_copy(update={"num_edits": edits})})
+    lm = load_lm(sized.model)
+    editor = make_editor(lm, sized)
+    batch = Sampler(sized, fact_encoder(lm, sized.data), training_records(sized)).batch(0)
+    before = _peak_mb()
+    if way == "decomposed":
+        meta_step(lm, editor, batch)
+    else:
+        concatenated_backward(lm, editor, batch)
+        editor.step()
+    return {"peak_mb": _peak_mb(), "before_mb": before}
+
+
+def _peak_mb() -> float:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1024 * 1024 if sys.platform == "darwin" else 1024)
+
+
+def _main() -> None:
+    asked = json.load(sys.stdin)
+    size = int(asked["limit_gb"] * 2**30)
+    import torch  # its libraries take address space that is no memory: the limit begins here
+
+    torch.set_num_threads(1)
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
+    room = pages * resource.getpagesize() + size
+    resource.setrlimit(resource.RLIMIT_AS, (room, room))
+    print(json.dumps(_step(parse_config(asked["config"], "the config"), asked["way"], asked["edits"])))
+
+
+if __name__ == "__main__":
+    _main()

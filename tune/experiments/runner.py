@@ -1,0 +1,179 @@
+"""Experiments over Ray: one task for each variant and seed; what is done is in files, so a killed run goes on."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from malmen.config import Config, load_config
+from malmen.errors import EditError, UsageError
+from malmen.files import whole_file
+from malmen.platform.cli_options import resolve_config
+from malmen.platform.cluster import connected
+from malmen.platform.tracking import Tracker
+from malmen.sampling import validation_records
+from malmen.training import check_enough
+from malmen.tune.experiments.cells import Cell, Cells, cells_of
+from malmen.tune.experiments.memory import WAYS, measure_memory
+from malmen.tune.experiments.results import write_results
+from malmen.tune.experiments.settings import KINDS, ExperimentConfig
+from malmen.tune.experiments.variants import Variant, all_variants
+from malmen.tune.experiments.work import do_cells
+
+_ABOUT = "experiment.json"
+
+
+@dataclass
+class ExperimentListener:
+    """Hears what happens: how many pieces there are and are done, and remarks."""
+
+    progress: Callable[[int, int], None] = lambda done, total: None
+    event: Callable[[str], None] = lambda text: None
+
+
+@dataclass(frozen=True)
+class Group:
+    """The cells of one variant and seed; they share an editor."""
+
+    variant: Variant
+    seed: int
+    cells: tuple[Cell, ...]
+
+    @property
+    def editor(self) -> str | None:
+        """The folder of its editor."""
+        return self.variant.run_name(self.seed) if self.variant.trained else None
+
+
+def run_experiments(
+    settings: ExperimentConfig, kinds: Sequence[str], out: Path, *, address: str | None = None,
+    listener: ExperimentListener | None = None,
+) -> list[Path]:  # fmt: skip
+    """Do these experiments in `out`, or go on with them; gives the file of each with its numbers."""
+    listener, wanted = listener or ExperimentListener(), set(kinds)
+    assert wanted <= set(KINDS), kinds
+    config = base_config(settings)
+    folder = out.absolute()
+    begin_folder(folder, settings, config)
+    groups = [
+        Group(variant, seed, tuple(cells_of(variant, seed, settings, wanted)))
+        for variant in all_variants(settings, config, wanted)
+        for seed in settings.seeds
+    ]
+    groups = [group for group in groups if group.cells]
+    for group in groups:
+        needed = max(cell.edits for cell in group.cells)
+        check_enough(validation_records(group.variant.seeded(group.seed)), needed)
+    with Tracker.start(config, str(folder), {"malmen.experiment": ",".join(sorted(wanted))}) as tracker:
+        _run_groups(groups, settings, folder, config, address, listener)
+        if "memory" in wanted:
+            _run_memory(settings, config, folder, listener)
+        written = write_results(settings, config, folder, wanted)
+        _log(tracker, groups, folder, written)
+    return written
+
+
+def base_config(settings: ExperimentConfig) -> Config:
+    """What all variants have in common."""
+    return load_config(resolve_config(settings.config), (), settings.settings)
+
+
+def begin_folder(folder: Path, settings: ExperimentConfig, config: Config) -> None:
+    """The folder belongs to one set of settings: numbers of another would be mixed with them."""
+    about = {"experiment": settings.model_dump(mode="json"), "config": config.model_dump(mode="json")}
+    path = folder / _ABOUT
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        changed = [key for key, value in _flat(about).items() if _flat(before).get(key) != value]
+        if changed:
+            raise UsageError(f"{folder} holds experiments with another {', '.join(changed)}; choose another --out")
+        return
+    if folder.exists() and any(folder.iterdir()):
+        raise UsageError(f"{folder} holds something else: choose another --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    whole_file(path, json.dumps(about, indent=1) + "\n")
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _run_groups(
+    groups: Sequence[Group], settings: ExperimentConfig, folder: Path, config: Config, address: str | None,
+    listener: ExperimentListener,
+) -> None:  # fmt: skip
+    store, cells = Cells(folder), [cell for group in groups for cell in group.cells]
+    waiting = [group for group in groups if not all(map(store.done, group.cells))]
+    listener.progress(sum(map(store.done, cells)), len(cells))
+    if not waiting:
+        return
+    with connected(address, config.cluster):
+        task = ray.remote(num_cpus=1, max_retries=2)(do_cells)
+        running: dict[Any, Group] = {}
+        queue = list(waiting)
+        while queue or running:
+            for group in _startable(queue, list(running.values())):
+                queue.remove(group)
+                reference = task.remote(group.variant, group.seed, group.cells, settings, folder)
+                running[reference] = group
+            ended, _ = ray.wait(list(running), num_returns=1, timeout=2)
+            for reference in ended:
+                group = running.pop(reference)
+                try:
+                    ray.get(reference)
+                except RayError as error:
+                    why = str(error).strip().splitlines()[-1]
+                    raise EditError(f"{group.variant.name}, seed {group.seed}: {why}") from error
+                listener.event(f"{group.variant.label()}, seed {group.seed}: done")
+            listener.progress(sum(map(store.done, cells)), len(cells))
+
+
+def _startable(queue: Sequence[Group], running: Sequence[Group]) -> list[Group]:
+    """Two groups that come to the same editor would train it twice at the same time: the second waits for the first."""
+    busy = {group.editor for group in running if group.editor}
+    found = []
+    for group in queue:
+        if group.editor not in busy:
+            found.append(group)
+        if group.editor:
+            busy.add(group.editor)
+    return found
+
+
+def _run_memory(settings: ExperimentConfig, config: Config, folder: Path, listener: ExperimentListener) -> None:
+    """One process at a time, because they are about memory."""
+    path = folder / "cells" / "memory.json"
+    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    for way in WAYS:
+        for edits in settings.memory_edits:
+            if any(row["way"] == way and row["edits"] == edits for row in rows):
+                continue
+            began = time.perf_counter()
+            rows.append(measure_memory(config, way, edits, settings.memory_gb))
+            whole_file(path, json.dumps(rows, indent=1) + "\n")
+            listener.event(f"memory of {edits} edits, {way}: {time.perf_counter() - began:.0f} s")
+
+
+def _log(tracker: Tracker, groups: Sequence[Group], folder: Path, written: Sequence[Path]) -> None:
+    """Scores by method and seed, over the number of edits; the files as artifacts."""
+    store = Cells(folder)
+    for group in groups:
+        for cell in group.cells:
+            found = store.get(cell)
+            if found and "scores" in found:
+                way = "" if cell.rounds == 1 else f"/{cell.rounds} rounds {cell.way}"
+                prefix = f"{cell.variant}{way}/seed{cell.seed}"
+                numbers = {name: value for name, value in found["scores"].items() if isinstance(value, int | float)}
+                tracker.log(cell.edits, {f"{prefix}/{name}": float(value) for name, value in numbers.items()})
+    if written:
+        tracker.log_artifacts(written[0].parent, "results")

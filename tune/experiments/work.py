@@ -1,0 +1,126 @@
+"""The work of one variant and seed: train its editor if it has one, then cell by cell."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from malmen.baselines.mend import sum_residual
+from malmen.baselines.method import EditMethod
+from malmen.baselines.rivals import UNTRAINED
+from malmen.baselines.ultraedit import SeenTokens, UltraEdit
+from malmen.config import Config
+from malmen.data.records import EditRecord, Fact
+from malmen.data.subjects import edits_of
+from malmen.edit_set import EditSet, fact_rows
+from malmen.editor import Editor
+from malmen.errors import EditError
+from malmen.evaluate import Evaluation, evaluate
+from malmen.facts import encode_batches, fact_encoder
+from malmen.lm import LanguageModel, load_lm
+from malmen.overlay import edited
+from malmen.sampling import validation_records
+from malmen.score import score
+from malmen.trace import trace
+from malmen.training import check_enough, train
+from malmen.tune.experiments.cells import Cell, Cells
+from malmen.tune.experiments.settings import ExperimentConfig
+from malmen.tune.experiments.variants import Variant
+
+ROLES = {"edit": "the edit", "equivalent": "the rephrasing", "unrelated": "an unrelated answer"}
+
+
+def do_cells(variant: Variant, seed: int, cells: Sequence[Cell], settings: ExperimentConfig, folder: Path) -> None:
+    """Do what is not done yet; what fails is kept as an error, so that the others go on."""
+    store = Cells(folder)
+    waiting = [cell for cell in cells if not store.done(cell)]
+    if not waiting:
+        return
+    config = variant.seeded(seed)
+    lm = load_lm(config.model)
+    try:
+        method, trained = ready_method(variant, seed, lm, folder)
+    except EditError as error:  # e.g. an equation that has no solution without regularisation
+        for cell in waiting:
+            store.put(cell, {"error": str(error)})
+        return
+    records = validation_records(config)
+    for cell in waiting:
+        try:
+            store.put(cell, {**measure(cell, lm, method, records, config, settings), **trained})
+        except EditError as error:
+            store.put(cell, {"error": str(error)})
+
+
+def ready_method(variant: Variant, seed: int, lm: LanguageModel, folder: Path) -> tuple[EditMethod, dict[str, Any]]:
+    """The method, trained where it needs to be, and what that took."""
+    config = variant.seeded(seed)
+    if variant.name in UNTRAINED:
+        return UNTRAINED[variant.name](lm, config), {"training_seconds": 0.0}
+    run = train(config, folder / "editors" / variant.run_name(seed), lm=lm)
+    seconds = sum(sum(row["seconds"].values()) for row in run.history if "seconds" in row)
+    return run.editor, {"training_seconds": seconds}
+
+
+def measure(
+    cell: Cell, lm: LanguageModel, method: EditMethod, records: list[EditRecord], config: Config,
+    settings: ExperimentConfig,
+) -> dict[str, Any]:  # fmt: skip
+    """Edit held-out facts and look."""
+    some = check_enough(records, cell.edits)
+    facts = edits_of(some)
+    began = time.perf_counter()
+    if cell.rounds == 1:
+        found = method.edit(lm, facts)
+        shifts, residual = found.shifts, found.mean_residual()
+    else:
+        shifts, residual = _in_rounds(cell, lm, method, facts), None
+    seconds = time.perf_counter() - began
+    if residual is None and cell.rounds == 1 and isinstance(method, Editor):
+        batches = encode_batches(lm, facts, config)
+        residual = sum_residual(method, trace(lm, method.layers, batches, config.editor.tokens))
+    evaluation = evaluate(lm, some, shifts, config, generate=settings.generate, residual=residual)
+    scores = evaluation.scores()
+    return {
+        "scores": scores,
+        "score": score(scores),
+        "edit_seconds": seconds,
+        "failures": failures_of(evaluation, settings.failures),
+    }
+
+
+def _in_rounds(cell: Cell, lm: LanguageModel, method: EditMethod, facts: Sequence[Fact]) -> dict[str, Tensor]:
+    """The facts in so many rounds: `union` keeps one set, `again` edits the edited model."""
+    parts = [facts[first :: cell.rounds] for first in range(cell.rounds)]
+    if cell.way == "union":
+        assert isinstance(method, Editor)
+        encoder, held = fact_encoder(lm, method.config.data), EditSet(method)
+        for part in parts:
+            held = held.changed([fact_rows(lm, method, [encoder.encode(fact) for fact in part])])
+        return held.shifts()
+    shifts: dict[str, Tensor] = {}
+    seen = SeenTokens()
+    for part in parts:
+        with edited(lm, shifts):
+            found = method.edit(lm, part, seen) if isinstance(method, UltraEdit) else method.edit(lm, part)
+        shifts = {name: shifts[name] + shift if name in shifts else shift for name, shift in found.shifts.items()}
+    if not all(bool(torch.isfinite(shift).all()) for shift in shifts.values()):
+        raise EditError("the shifts of the rounds, added up, are not finite")
+    return shifts
+
+
+def failures_of(evaluation: Evaluation, number: int) -> list[dict[str, Any]]:
+    """The first rows of each kind that went wrong: the answer was not given, or one that was right was lost."""
+    rows = []
+    for role, what in ROLES.items():
+        wrong = [fact for fact in evaluation.facts if fact.role == role and not fact.right_after]
+        if role == "unrelated":
+            wrong = [fact for fact in wrong if fact.right_before]
+        rows += [{"what": what, **{key: getattr(fact, key) for key in ("prompt", "answer", "before", "after")}}
+                 for fact in wrong[:number]]  # fmt: skip
+    return rows
