@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from malmen.baselines.mend import sum_residual
 from malmen.baselines.method import EditMethod
 from malmen.baselines.rivals import UNTRAINED
 from malmen.baselines.ultraedit import SeenTokens, UltraEdit
+from malmen.checkpoint import load_editor
+from malmen.checkpoint_files import read_state
 from malmen.config import Config
 from malmen.data.records import EditRecord, Fact
 from malmen.data.subjects import edits_of
@@ -22,6 +25,7 @@ from malmen.editor import Editor
 from malmen.errors import EditError
 from malmen.evaluate import Evaluation, evaluate
 from malmen.facts import encode_batches, fact_encoder
+from malmen.files import whole_file
 from malmen.lm import LanguageModel, load_lm
 from malmen.overlay import edited
 from malmen.sampling import validation_records
@@ -62,9 +66,22 @@ def ready_method(variant: Variant, seed: int, lm: LanguageModel, folder: Path) -
     config = variant.seeded(seed)
     if variant.name in UNTRAINED:
         return UNTRAINED[variant.name](lm, config), {"training_seconds": 0.0}
-    run = train(config, folder / "editors" / variant.run_name(seed), lm=lm)
-    seconds = sum(sum(row["seconds"].values()) for row in run.history if "seconds" in row)
-    return run.editor, {"training_seconds": seconds}
+    place = folder / "editors" / variant.run_name(seed)
+    taken = place.with_name(f"{place.name}.json")
+    if _is_trained(place, config):  # another variant comes to the same, or it was killed after the training
+        known = json.loads(taken.read_text(encoding="utf-8")) if taken.exists() else {"training_seconds": None}
+        return load_editor(place, lm), known
+    run = train(config, place, lm=lm)
+    found = {"training_seconds": sum(sum(row["seconds"].values()) for row in run.history if "seconds" in row)}
+    whole_file(taken, json.dumps(found) + "\n")
+    return run.editor, found
+
+
+def _is_trained(place: Path, config: Config) -> bool:
+    try:
+        return bool(read_state(place)["step"] >= config.training.steps)
+    except EditError:
+        return False
 
 
 def measure(

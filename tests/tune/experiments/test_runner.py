@@ -54,6 +54,9 @@ def test_all_experiments_give_numbers_pictures_and_a_page_and_nothing_is_done_tw
         assert 0 <= row["locality_agreement"]["mean"] <= 1
     ablation = json.loads((folder / "results" / "ablation.json").read_text())["rows"]
     assert [row["variant"] for row in ablation] == ["sum", "no_regularisation", "malmen"]
+    summed = next(row for row in ablation if row["variant"] == "sum")  # MEND's editor, and not trained again
+    mend = next(row for row in scaling["rows"] if (row["variant"], row["edits"]) == ("mend", 4))
+    assert summed["errors"] == [] and summed["edit_success"] == mend["edit_success"]
     failed = next(row for row in ablation if row["variant"] == "no_regularisation")
     assert failed["seeds"] == 2 or "damping 0 is not positive definite" in failed["errors"][0]
     residuals = json.loads((folder / "results" / "cancellation.json").read_text())["rows"]
