@@ -57,6 +57,11 @@ class Fields:
             self.complain("subject", f"{quote(found)} does not stand in the prompt", "Write it as the prompt has it.")
         return found or None
 
+    def subject_in(self, prompt: str) -> str | None:
+        """The same of rows that others wrote: one that does not stand in the prompt is of no use, and no fault."""
+        found = self.values.get("subject")
+        return found if isinstance(found, str) and found.strip() and found in prompt else None
+
     def answer(self, name: str, without: str = "") -> str:
         return self._text(name, "answer", self._required(name), without)
 

@@ -106,8 +106,8 @@ def _parse_malmen(row: Fields) -> EditRecord:
 
 
 def _parse_zsre(row: Fields) -> EditRecord:
-    answer = row.first_answer(row.first_of("ans", "answers", "alt"))
-    edit = Fact(row.prompt("src"), answer, row.subject(row.values.get("src")))
+    prompt, answer = row.prompt("src"), row.first_answer(row.first_of("ans", "answers", "alt"))
+    edit = Fact(prompt, answer, row.subject_in(prompt))
     rephrasings = row.prompts("rephrase") if "rephrase" in row or "rephrases" not in row else []
     rephrasings += row.prompts("rephrases") if row.values.get("rephrases") else []
     unrelated = Fact(row.prompt("loc", without="nq question: "), row.answer("loc_ans", without="nq answer: "))
@@ -119,7 +119,7 @@ def _parse_counterfact(row: Fields) -> EditRecord:
     if any("{}" in text for text in [prompt, *rephrasings]):
         subject = row.prompt("subject")
         prompt, *rephrasings = (text.replace("{}", subject) for text in [prompt, *rephrasings])
-    edit = Fact(prompt, row.answer("target_new"), row.subject(prompt))
+    edit = Fact(prompt, row.answer("target_new"), row.subject_in(prompt))
     prompts, answers = row.prompts("locality_prompt"), row.answers("locality_ground_truth")
     answers = answers * len(prompts) if len(answers) == 1 else answers
     if len(answers) != len(prompts):

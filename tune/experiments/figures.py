@@ -58,11 +58,11 @@ def _band(axes: Axes, rows: Sequence[dict[str, Any]], name: str, scale: float, l
     edits = [row["edits"] for row in some]
     means = [scale * row[name]["mean"] for row in some]
     wide = [scale * row[name]["deviation"] for row in some]
-    style = {"color": COLOURS.get(variant, "C5")}
-    axes.plot(edits, means, marker=MARKS.get(variant, "o"), markersize=4, label=label, **style)
+    colour = COLOURS.get(variant, "C5")
+    axes.plot(edits, means, marker=MARKS.get(variant, "o"), markersize=4, label=label, color=colour)
     low = [mean - one for mean, one in zip(means, wide, strict=True)]
     high = [mean + one for mean, one in zip(means, wide, strict=True)]
-    axes.fill_between(edits, low, high, alpha=0.18, linewidth=0, **style)
+    axes.fill_between(edits, low, high, alpha=0.18, linewidth=0, color=colour)
 
 
 def _over_edits(axes: Axes, edits: Sequence[int]) -> None:

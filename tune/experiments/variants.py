@@ -59,13 +59,13 @@ def method_variant(name: str, config: Config) -> Variant:
 def ablation(name: Ablation, config: Config) -> Variant:
     """MALMEN with one thing changed: the other FFN linear, the other choice of tokens, …"""
     editor = config.editor
-    changed: dict[str, Any] = {
+    changes: dict[Ablation, dict[str, Any]] = {
         "sum": {"aggregation": "sum"},
         "no_regularisation": {"regularisation": False},
         "other_ffn": {"ffn": "first" if editor.ffn == "second" else "second"},
         "other_tokens": {"tokens": "all" if editor.tokens == "answer" else "answer"},
-    }[name]
-    return Variant(name, config.model_copy(update={"editor": editor.model_copy(update=changed)}))
+    }
+    return Variant(name, config.model_copy(update={"editor": editor.model_copy(update=changes[name])}))
 
 
 def cancelling(config: Config) -> list[Variant]:

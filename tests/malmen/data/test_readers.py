@@ -296,3 +296,29 @@ def test_questions_without_edits_are_not_mistaken_for_zsre():
         pytest.skip(f"{path} is not there: real rows are no part of the repository, only beside it")
     with pytest.raises(EditError, match="not recognised"):
         read_records(path)
+
+
+def test_a_subject_is_read_and_must_stand_in_the_prompt_of_our_own_rows(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": "Where was Ada born?", "answer": "Paris", "subject": "Ada"}))
+    assert read_records(file)[0].edit.subject == "Ada"
+    file.write_text(json.dumps({"prompt": "Where was Ada born?", "answer": "Paris", "subject": "Alan"}))
+    with pytest.raises(EditError, match='"Alan" does not stand in the prompt'):
+        read_records(file)
+
+
+@pytest.mark.parametrize(("subject", "found"), [("Ada", "Ada"), ("ada lovelace", None), (3, None)])
+def test_a_subject_of_other_rows_is_used_where_it_stands_in_the_prompt_and_else_ignored(
+    tmp_path: Path, subject: object, found: str | None
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    row = {
+        "src": "Where was Ada born?",
+        "ans": "Paris",
+        "subject": subject,
+        "rephrase": "Ada?",
+        "loc": "who",
+        "loc_ans": "me",
+    }
+    file.write_text(json.dumps(row))
+    assert read_records(file)[0].edit.subject == found
