@@ -15,6 +15,7 @@ import typer
 
 from malmen import __version__
 from malmen.errors import EditError, UsageError
+from malmen.platform.cli_classifier import app as classifier_app
 from malmen.platform.cli_editor import edit, evaluate, generate
 from malmen.platform.cli_export import export
 from malmen.platform.cli_options import CONFIGS, AsJson, Overrides, resolve_config
@@ -32,6 +33,7 @@ data_app = typer.Typer(help="Edit records.", no_args_is_help=True)
 world_app = typer.Typer(help="The built-in world.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 app.add_typer(world_app, name="world")
+app.add_typer(classifier_app, name="classifier")
 
 
 @app.command()

@@ -1,0 +1,115 @@
+"""Fine-tuning BERT to tell true claims from false ones, before it is edited (the paper's appendix on FEVER).
+
+Records of FEVER are edits, whose labels contradict the truth; here the truth is learnt: the edits' and equivalents'
+labels are turned back, and the unrelated claims are taken as they are.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+from transformers import AutoTokenizer, PreTrainedModel
+
+from malmen.data.readers import read_records
+from malmen.data.records import EditRecord, Fact
+from malmen.data.tokens import CLASSES, EncodedFact, FactEncoder, make_batches
+from malmen.devices import resolve_device
+from malmen.errors import EditError
+from malmen.files import check_replaceable, whole_folder
+
+OnStep = Callable[[int, int], None]  # steps done, of so many
+OnEpoch = Callable[[int, float, float | None], None]  # epochs done, mean loss, share right
+
+
+def true_claims(records: Sequence[EditRecord]) -> list[Fact]:
+    """Every claim of the records once, with its true label."""
+    found: dict[str, Fact] = {}
+    for record in records:
+        for fact in (record.edit, *record.equivalents):
+            found.setdefault(fact.prompt, Fact(fact.prompt, CLASSES[1 - CLASSES.index(fact.answer)]))
+    for record in records:
+        for fact in record.unrelated:
+            found.setdefault(fact.prompt, fact)
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class ClaimsTraining:
+    """The paper's, as far as it says."""
+
+    epochs: int = 2
+    lr: float = 3e-5
+    batch_size: int = 32
+    max_length: int = 128
+    seed: int = 0
+
+
+def build_classifier(
+    name: str, train: Path, out: Path, *, validation: Path | None = None, training: ClaimsTraining | None = None,
+    device: str = "auto", on_step: OnStep | None = None, on_epoch: OnEpoch | None = None,
+) -> float | None:  # fmt: skip
+    """Fine-tune all parameters with Adam into `out`; gives the share of right labels on the validation claims."""
+    from malmen.config import ModelConfig
+    from malmen.lm import FirstTokenClassifier
+
+    training = training or ClaimsTraining()
+    check_replaceable(out, "config.json")
+    known = [true_claims(read_records(path, "fever")) if path else [] for path in (train, validation)]
+    torch.manual_seed(training.seed)
+    try:
+        model: PreTrainedModel = FirstTokenClassifier.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise EditError(f"cannot load the model {name!r}: {str(error).splitlines()[0]}") from error
+    model = model.to(resolve_device(ModelConfig(name=name, device=device)))  # type: ignore[arg-type]
+    encoder = FactEncoder(tokenizer, "classifier", max_length=training.max_length, overlong="truncate")
+    learnt, held_out = ([encoder.encode(fact) for fact in some] for some in known)
+    optimizer, accuracy, pad = torch.optim.Adam(model.parameters(), lr=training.lr), None, tokenizer.pad_token_id or 0
+    for epoch in range(training.epochs):
+        loss = _epoch(model, optimizer, learnt, pad, training, epoch, on_step)
+        accuracy = _accuracy(model, held_out, pad) if held_out else None
+        if on_epoch:
+            on_epoch(epoch + 1, loss, accuracy)
+    with whole_folder(out, replaces="config.json") as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return accuracy
+
+
+def _epoch(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, facts: Sequence[EncodedFact], pad: int,
+    training: ClaimsTraining, epoch: int, on_step: OnStep | None,
+) -> float:  # fmt: skip
+    """Once over the facts, in the epoch's own order; the mean loss."""
+    model.train()
+    size, total = training.batch_size, 0.0
+    order = random.Random(f"claims/{training.seed}/{epoch}").sample(facts, len(facts))
+    steps = -(-len(order) // size)
+    for step in range(steps):
+        (batch,) = make_batches(order[step * size : (step + 1) * size], sys.maxsize, pad)
+        batch = batch.to(model.device)
+        logits = model(**batch.inputs).logits.squeeze(-1)
+        loss = F.binary_cross_entropy_with_logits(logits, batch.targets.to(logits))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        total += float(loss.detach()) * len(batch.targets)
+        if on_step:
+            on_step(epoch * steps + step + 1, training.epochs * steps)
+    return total / len(order)
+
+
+@torch.no_grad()
+def _accuracy(model: PreTrainedModel, facts: Sequence[EncodedFact], pad: int) -> float:
+    model.eval()
+    right = 0
+    for batch in make_batches(facts, 8192, pad):
+        batch = batch.to(model.device)
+        right += int(((model(**batch.inputs).logits.squeeze(-1) > 0) == (batch.targets == 1)).sum())
+    return right / len(facts)

@@ -1,0 +1,55 @@
+"""BERT learns which claims are true, from records whose edits contradict them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from model_folders import write_model
+
+from malmen.data.claims_model import ClaimsTraining, build_classifier, true_claims
+from malmen.data.records import EditRecord, Fact
+from malmen.errors import EditError
+from malmen.lm import load_lm
+
+
+def test_labels_of_edits_and_equivalents_are_turned_back_and_unrelated_ones_stay() -> None:
+    record = EditRecord(Fact("a", "REFUTES"), (Fact("b", "REFUTES"),), (Fact("c", "REFUTES"), Fact("a", "REFUTES")))
+    assert true_claims([record]) == [Fact("a", "SUPPORTS"), Fact("b", "SUPPORTS"), Fact("c", "REFUTES")]
+
+
+@pytest.fixture
+def claims(tmp_path: Path) -> Path:
+    """A claim is true if it is about an animal."""
+    file = tmp_path / "claims.jsonl"
+    pets, cities = ("parrot", "hamster", "rabbit", "canary"), ("Lisbon", "Toronto", "Osaka", "Dublin")
+    rows = [{"claim": f"The pet is a {word}, {word}", "label": "SUPPORTS"} for word in pets]
+    rows += [{"claim": f"The pet is a {word}, {word}", "label": "REFUTES"} for word in cities]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_a_classifier_is_fine_tuned_and_can_be_edited(claims: Path, tmp_path: Path) -> None:
+    base = write_model("bert", tmp_path / "bert")
+    heard: list[float | None] = []
+    accuracy = build_classifier(
+        str(base), claims, tmp_path / "tuned", validation=claims, device="cpu",
+        training=ClaimsTraining(epochs=40, lr=0.01, batch_size=4),
+        on_epoch=lambda _epoch, _loss, right: heard.append(right),
+    )  # fmt: skip
+    assert accuracy == 1.0 and len(heard) == 40 and heard[0] is not None
+    lm = load_lm(str(tmp_path / "tuned"))
+    assert lm.kind == "classifier"
+    again = build_classifier(str(base), claims, tmp_path / "second", training=ClaimsTraining(epochs=1), device="cpu")
+    assert again is None
+
+
+def test_what_is_wrong_is_told_and_nothing_is_written(claims: Path, tmp_path: Path) -> None:
+    with pytest.raises(EditError, match="cannot load the model"):
+        build_classifier(str(tmp_path / "absent"), claims, tmp_path / "out", device="cpu")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("")
+    with pytest.raises(EditError):
+        build_classifier(str(write_model("bert", tmp_path / "bert")), claims, tmp_path / "mine", device="cpu")
+    assert not (tmp_path / "out").exists()
