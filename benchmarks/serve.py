@@ -5,6 +5,7 @@ latencies (docs/serving.md has those too). GPT-2's shape has random weights: rig
 
     python benchmarks/serve.py --model builtin
     python benchmarks/serve.py --model gpt2 --history 0 1000
+    python benchmarks/serve.py --draw docs/serving.png builtin.json gpt2.json   # a picture of what was printed
 """
 
 from __future__ import annotations
@@ -170,6 +171,43 @@ def reading(service: EditService, reader: Reader, times: int) -> dict[str, Any]:
     }
 
 
+LABELS = {"builtin": "built-in model (2M)", "gpt2": "GPT-2's shape (124M)"}
+
+
+def draw(file: Path, runs: list[dict[str, Any]]) -> None:
+    """Three panels: one edit over the history, facts a second over the size of a request, requests over writers."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 3)
+    for place, run in enumerate(runs):
+        style: dict[str, Any] = {"color": f"C{place}", "marker": "os"[place % 2], "label": LABELS[run["model"]]}
+        found = run["latency_of_one_edit"]
+        medians = [row["median"] for row in found.values()]
+        spread = [
+            [row["median"] - row["least"] for row in found.values()],
+            [row["most"] - row["median"] for row in found.values()],
+        ]
+        panels[0].errorbar(list(map(int, found)), medians, spread, capsize=3, **style)
+        for axes, name in ((panels[1], "facts_per_second_by_batch"), (panels[2], "edits_per_second_by_writers")):
+            axes.plot(list(map(int, run[name])), list(run[name].values()), **style)
+            axes.set_xscale("log")
+    texts = (
+        ("facts in the ledger", "seconds for one edit (median, least, most)"),
+        ("facts in a request", "facts a second"),
+        ("single-fact requests merged at a time", "requests a second"),
+    )
+    for axes, (across, up) in zip(panels, texts, strict=True):
+        axes.set_yscale("log")
+        axes.set_xlabel(across)
+        axes.set_ylabel(up)
+        axes.grid(alpha=0.3)
+    panels[0].legend(fontsize=8)
+    figure.savefig(file, dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["builtin", "gpt2"], default="builtin")
@@ -177,7 +215,11 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 10, 100, 1000], help="facts in a request")
     parser.add_argument("--writers", type=int, nargs="+", default=[1, 8, 64], help="callers at once")
     parser.add_argument("--times", type=int, default=7, help="runs of each measurement")
+    parser.add_argument("--draw", nargs="+", metavar="FILE", help="a picture, then JSON files of earlier runs")
     given = parser.parse_args()
+    if given.draw:
+        draw(Path(given.draw[0]), [json.loads(Path(name).read_text()) for name in given.draw[1:]])
+        return
     with tempfile.TemporaryDirectory() as folder, Progress(transient=True, disable=not sys.stderr.isatty()) as progress:
         service, reader = build(given.model, Path(folder))
         facts = Facts()
