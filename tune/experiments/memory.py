@@ -24,7 +24,9 @@ _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_TRIM_THRESHOLD_": "10
 
 def measure_memory(config: Config, way: str, edits: int, limit_gb: float) -> dict[str, Any]:
     """The peak of a step in MB, what the process held before it, or that it ran out."""
-    asked = json.dumps({"config": config.model_dump(mode="json"), "way": way, "edits": edits, "limit_gb": limit_gb})
+    raw = config.model_dump(mode="json")
+    raw["model"]["device"] = "cpu"  # a process's peak says nothing of a GPU's memory
+    asked = json.dumps({"config": raw, "way": way, "edits": edits, "limit_gb": limit_gb})
     command = [sys.executable, "-m", "malmen.tune.experiments.memory"]
     found = subprocess.run(
         command, input=asked, capture_output=True, text=True, env={**os.environ, **_ALLOCATOR}, timeout=_LIMIT_SECONDS

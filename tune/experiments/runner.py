@@ -118,7 +118,9 @@ def _run_groups(
     if not waiting:
         return
     with connected(address, config.cluster):
-        task = ray.remote(num_cpus=1, max_retries=2)(do_cells)
+        there = ray.cluster_resources().get("GPU", 0)
+        gpus = settings.gpus if settings.gpus is not None else float(there >= 1)
+        task = ray.remote(num_cpus=settings.cpus, num_gpus=gpus, max_retries=2)(do_cells)
         running: dict[Any, Group] = {}
         queue = list(waiting)
         while queue or running:
