@@ -118,8 +118,13 @@ def _run_groups(
     if not waiting:
         return
     with connected(address, config.cluster):
-        there = ray.cluster_resources().get("GPU", 0)
-        gpus = settings.gpus if settings.gpus is not None else float(there >= 1)
+        there = ray.cluster_resources()
+        gpus = settings.gpus if settings.gpus is not None else float(there.get("GPU", 0) >= 1)
+        for name, asked in (("CPU", settings.cpus), ("GPU", gpus)):
+            if asked > there.get(name, 0):
+                raise EditError(
+                    f"each task asks for {asked:g} {name}, but the whole cluster has {there.get(name, 0):g}"
+                )
         task = ray.remote(num_cpus=settings.cpus, num_gpus=gpus, max_retries=2)(do_cells)
         running: dict[Any, Group] = {}
         queue = list(waiting)

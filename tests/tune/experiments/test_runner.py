@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from malmen.errors import UsageError
+from malmen.errors import EditError, UsageError
 from malmen.tune.experiments import work
 from malmen.tune.experiments.cells import Cell, Cells, cells_of
 from malmen.tune.experiments.figures import draw
@@ -119,6 +119,13 @@ def test_a_folder_with_something_else_in_it_is_refused(settings: ExperimentConfi
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(UsageError, match="holds something else"):
         run_experiments(settings, ("scaling",), tmp_path)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_task_that_fits_nowhere_is_told_at_once(settings: ExperimentConfig, tmp_path: Path) -> None:
+    with pytest.raises(EditError, match="each task asks for 999 CPU"):
+        run_experiments(settings.model_copy(update={"cpus": 999}), ("scaling",), tmp_path / "experiment")
 
 
 @pytest.mark.slow
