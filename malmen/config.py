@@ -53,6 +53,9 @@ class TrainingConfig(Section):
     """Meta-training."""
 
     num_edits: int = Field(default=64, gt=0, description="m, edits per step")
+    min_edits: int | None = Field(
+        default=None, gt=0, description="draw m anew for each step, from this to num_edits; default: always num_edits"
+    )
     steps: int = Field(default=1000, ge=0, description="meta-training steps")
     meta_lr: float = Field(default=1e-5, gt=0, description="Adam's, on the hyper-network")
     scalar_lr: float | None = Field(default=None, gt=0, description="for log edit-lr and log damping; default meta_lr")
@@ -156,6 +159,7 @@ class MemitConfig(Section):
     lr: float = Field(default=0.5, gt=0, description="Adam's")
     weight_decay: float = Field(default=0.5, ge=0, description="on ‖δ‖/‖h‖²")
     kl_coef: float = Field(default=0.0625, ge=0, description="keeps what `SUBJECT is a` continues with")
+    enough: float = Field(default=0.05, ge=0, description="a fact whose loss is below this is left as it is")
     clamp: float = Field(default=0.75, gt=0, description="‖δ‖ is at most so many ‖h‖")
     covariance_weight: float = Field(default=15_000, gt=0, description="of the second moment of keys")
     corpus: str | None = Field(

@@ -4,6 +4,7 @@ can be drawn again: after a resume, on another machine, in another order."""
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -125,8 +126,8 @@ class Sampler:
         training = self.config.training
         epoch, place = divmod(step, self.steps_per_epoch)
         order = self._order(epoch)
-        some = compatible_records(order[place * training.num_edits :] + order, training.num_edits)
         rng = random.Random(f"step/{self.config.seed}/{step}")
+        some = compatible_records(order[place * training.num_edits :] + order, self._num_edits(step))
         equivalents = [fact for record in some for fact in self._equivalents(record, rng)]
         unrelated = [
             fact
@@ -139,6 +140,14 @@ class Sampler:
             [self._encode(fact) for fact in unrelated],
             [record.id for record in some],
         )
+
+    def _num_edits(self, step: int) -> int:
+        """m of this step: as often between 16 and 32 as between 128 and 256."""
+        training = self.config.training
+        if training.min_edits is None or training.min_edits >= training.num_edits:
+            return training.num_edits
+        low, high = math.log(training.min_edits), math.log(training.num_edits)
+        return round(math.exp(random.Random(f"edits/{self.config.seed}/{step}").uniform(low, high)))
 
     def _equivalents(self, record: EditRecord, rng: random.Random) -> list[Fact]:
         training = self.config.training

@@ -64,7 +64,7 @@ def load_method(
     from malmen.baselines.rivals import TRAINED, UNTRAINED
     from malmen.checkpoint import load_editor
     from malmen.checkpoint_files import read_config, read_state
-    from malmen.config import load_config, parse_config, read_override, set_key
+    from malmen.config import full_key, load_config, parse_config, read_override, set_key
     from malmen.lm import load_lm
     from malmen.platform.output import err
 
@@ -75,13 +75,15 @@ def load_method(
     else:
         raw = read_config(folder).model_dump(mode="json")
         for key, value in map(read_override, overrides):
-            set_key(raw, key, value)
+            set_key(raw, full_key(key), value)
         settings = parse_config(raw, "the overrides")
     trained_as = "mend" if settings.editor.aggregation == "sum" else "malmen"
     if method in TRAINED and method != trained_as:
         raise UsageError(f"the editor in {editor} was trained as {trained_as}, not as {method}")
+    if model:  # what an edit's manifest names is what was loaded
+        settings = settings.model_copy(update={"model": settings.model.model_copy(update={"name": model})})
     with err.status("loading the model"):
-        lm = load_lm(settings.model.model_copy(update={"name": model}) if model else settings.model)
+        lm = load_lm(settings.model)
     if method is None or method in TRAINED:
         assert folder is not None
         about = {"method": trained_as, "folder": str(editor), "step": read_state(folder)["step"]}

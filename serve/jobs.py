@@ -7,7 +7,7 @@ import uuid
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import func, insert, select, update
+from sqlalchemy import Connection, func, insert, select, update
 
 from malmen.data.records import Fact
 from malmen.serve import tables
@@ -47,13 +47,6 @@ class JobBook:
 
     def add(self, change: Change, at_most: int | None = None) -> Job:
         """Record a job; the same key again gives the job that it made. Refused where so many wait already."""
-        known = self._find(actor=change.actor, key=change.key) if change.key else None
-        if known is not None:
-            if replace(known.change(), job=None) != change:
-                raise Problem(422, f"the Idempotency-Key {change.key!r} was used for another request")
-            return known
-        if at_most is not None and self._num_unfinished() >= at_most:
-            raise Problem(429, f"{at_most} large batches wait already", retry_after=10)
         request = {
             "facts": [[fact.prompt, fact.answer] for fact in change.facts],
             "remove": list(change.remove),
@@ -61,10 +54,17 @@ class JobBook:
             "base_version": change.base_version,
         }
         job = Job("j" + uuid.uuid4().hex[:20], change.actor, change.key, "queued", 0, len(change.facts), None, request)
-        with self.ledger.changing() as connection:
-            row = {**vars(job), "request": canonical(request), "at": now()}
-            connection.execute(insert(tables.jobs).values(**row))
-        return job
+        with self.ledger.changing() as connection:  # one at a time: the same key at two ingresses makes one job
+            known = _find(connection, actor=change.actor, key=change.key) if change.key else None
+            if known is None:
+                if at_most is not None and _num_unfinished(connection) >= at_most:
+                    raise Problem(429, f"{at_most} large batches wait already", retry_after=10)
+                row = {**vars(job), "request": canonical(request), "at": now()}
+                connection.execute(insert(tables.jobs).values(**row))
+                return job
+        if replace(known.change(), job=None) != change:
+            raise Problem(422, f"the Idempotency-Key {change.key!r} was used for another request")
+        return known
 
     def get(self, name: str) -> Job:
         """A job by id."""
@@ -83,17 +83,21 @@ class JobBook:
         with self.ledger.changing() as connection:
             connection.execute(update(tables.jobs).where(unfinished).filter_by(id=name).values(**values))
 
-    def _num_unfinished(self) -> int:
-        query = select(func.count()).select_from(tables.jobs).where(tables.jobs.c.state.in_(UNFINISHED))
-        with self.ledger.reading() as connection:
-            return int(connection.execute(query).scalar_one())
-
     def _find(self, *conditions: Any, **values: Any) -> Job | None:
-        query = select(tables.jobs).where(*conditions).filter_by(**values).order_by(tables.jobs.c.at).limit(1)
         with self.ledger.reading() as connection:
-            row = connection.execute(query).mappings().first()
-        if row is None:
-            return None
-        result = json.loads(row["result"]) if row["result"] else None
-        kept = {name: row[name] for name in ("id", "actor", "key", "state", "done", "total")}
-        return Job(**kept, result=result, request=json.loads(row["request"]))
+            return _find(connection, *conditions, **values)
+
+
+def _num_unfinished(connection: Connection) -> int:
+    query = select(func.count()).select_from(tables.jobs).where(tables.jobs.c.state.in_(UNFINISHED))
+    return int(connection.execute(query).scalar_one())
+
+
+def _find(connection: Connection, *conditions: Any, **values: Any) -> Job | None:
+    query = select(tables.jobs).where(*conditions).filter_by(**values).order_by(tables.jobs.c.at).limit(1)
+    row = connection.execute(query).mappings().first()
+    if row is None:
+        return None
+    result = json.loads(row["result"]) if row["result"] else None
+    kept = {name: row[name] for name in ("id", "actor", "key", "state", "done", "total")}
+    return Job(**kept, result=result, request=json.loads(row["request"]))

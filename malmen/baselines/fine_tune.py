@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from malmen.baselines.method import PlainEdit, check_facts
+from malmen.baselines.method import PlainEdit, check_facts, finite
 from malmen.config import Config
 from malmen.data.records import Fact
 from malmen.data.tokens import EncodedFact, make_batches
@@ -48,7 +48,7 @@ class FineTune:
                 optimizer.step()
             if on_epoch:
                 on_epoch(epoch, total / len(order))
-        return PlainEdit({name: (weights[name].detach() - frozen[name]).double() for name in weights})
+        return PlainEdit(finite({name: (weights[name].detach() - frozen[name]).double() for name in weights}))
 
     def _backward(
         self, lm: LanguageModel, facts: Sequence[EncodedFact], weights: dict[str, Tensor], frozen: dict[str, Tensor]

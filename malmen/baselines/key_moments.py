@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
+import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,9 @@ from torch import Tensor, nn
 
 from malmen.data.tokens import EncodedFact, make_batches
 from malmen.errors import EditError
-from malmen.files import whole_folder
 from malmen.layers import LayerSpec
 from malmen.lm import LanguageModel
 
-log = logging.getLogger(__name__)
 _TEXTS_AT_ONCE = 256
 
 
@@ -46,8 +45,9 @@ def key_moments(
     listed = list(texts)
     about = [lm.fingerprint(), [layer.name for layer in layers], max_tokens, listed]
     name = hashlib.sha256(json.dumps(about, ensure_ascii=False).encode()).hexdigest()[:32]
-    if cache is not None and (cache / name / "moments.safetensors").is_file():
-        return {key: found.to(lm.device) for key, found in load_file(cache / name / "moments.safetensors").items()}
+    kept = cache / f"{name}.safetensors" if cache is not None else None
+    if kept is not None and kept.is_file():
+        return {key: found.to(lm.device) for key, found in load_file(kept).items()}
     sums = {layer.name: torch.zeros(layer.key_size, layer.key_size, dtype=torch.float64) for layer in layers}
     sums = {key: total.to(lm.device) for key, total in sums.items()}
     count = 0
@@ -60,10 +60,11 @@ def key_moments(
         if on_tokens:
             on_tokens(count)
     moments = {key: total / max(count, 1) for key, total in sums.items()}
-    if cache is not None:
-        cache.mkdir(parents=True, exist_ok=True)
-        with whole_folder(cache / name, replaces="moments.safetensors") as folder:
-            save_file({key: found.cpu().contiguous() for key, found in moments.items()}, folder / "moments.safetensors")
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:  # several may compute the same at the same time
+            save_file({key: found.cpu().contiguous() for key, found in moments.items()}, Path(scratch) / kept.name)
+            os.replace(Path(scratch) / kept.name, kept)
     return moments
 
 

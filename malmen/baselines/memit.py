@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from malmen.baselines.key_moments import key_moments, read_texts
-from malmen.baselines.method import PlainEdit, check_facts
+from malmen.baselines.method import PlainEdit, check_facts, finite
 from malmen.baselines.subject_tokens import Placed, Places, hidden_at, keys_at
 from malmen.baselines.subject_values import find_values
 from malmen.config import Config
@@ -56,7 +56,7 @@ class Memit:
         with edited(lm, shifts):
             missed = targets - hidden_at(lm, block, plain, budget)
         wanted = (targets - before).norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-        return PlainEdit(shifts, float((missed.norm(dim=-1) / wanted).mean()))
+        return PlainEdit(finite(shifts), float((missed.norm(dim=-1) / wanted).mean()))
 
     def moments(self, lm: LanguageModel) -> dict[str, Tensor]:
         """C of each layer, computed once."""
@@ -86,7 +86,7 @@ def spread(keys: Tensor, residuals: Tensor, moment: Tensor, weight: float) -> Te
 
 
 def _mean_keys(lm: LanguageModel, layer: str, varied: Sequence[Sequence[Placed]], budget: int) -> Tensor:
-    """u at the subject's last token, the mean over what may stand before the prompt (facts, key)."""
+    """u at the subject's last token: half of it with nothing before the prompt, half with random texts (facts, key)."""
     flat = [placed for some in varied for placed in some]
-    found = keys_at(lm, layer, flat, budget)
-    return torch.stack([part.mean(0) for part in found.split([len(some) for some in varied])])
+    parts = keys_at(lm, layer, flat, budget).split([len(some) for some in varied])
+    return torch.stack([(part[0] + part[1:].mean(0)) / 2 if len(part) > 1 else part[0] for part in parts])

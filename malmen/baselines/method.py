@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from malmen.data.records import Fact
@@ -41,6 +42,14 @@ class PlainEdit:
     def mean_residual(self) -> float | None:
         """MR."""
         return self.residual
+
+
+def finite(shifts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """These shifts; EditError where they are not finite, because nothing would tell afterwards."""
+    broken = [name for name, shift in shifts.items() if not bool(torch.isfinite(shift).all())]
+    if broken:
+        raise EditError(f"the shift of {', '.join(broken[:4])} is not finite: the edit has diverged")
+    return shifts
 
 
 def check_facts(facts: Sequence[Fact]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -40,14 +41,18 @@ class Places:
             raise EditError(
                 f"MEMIT needs the subject of {fact.prompt!r}: give the row a `subject`, or rephrasings that share it"
             )
-        start = fact.prompt.find(fact.subject)
-        if start < 0:
-            raise EditError(f"the subject {fact.subject!r} does not stand in the prompt {fact.prompt!r}")
+        found = re.search(rf"(?<!\w){re.escape(fact.subject)}(?!\w)", fact.prompt)
         text, special = self.encoder.prompt_text(prefix + fact.prompt)
-        end = text.index(prefix + fact.prompt) + len(prefix) + start + len(fact.subject)
+        begin = text.find(prefix + fact.prompt)  # a chat template may trim it
+        if found is None or begin < 0:
+            raise EditError(f"the subject {fact.subject!r} does not stand in the prompt {fact.prompt!r}")
+        end = begin + len(prefix) + found.end()
         spans = self.lm.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)["offset_mapping"]
         position = max(index for index, (first, last) in enumerate(spans) if first < end and last > first)
-        return Placed(self.encoder.encode(Fact(prefix + fact.prompt, fact.answer)), position)
+        encoded = self.encoder.encode(Fact(prefix + fact.prompt, fact.answer))
+        if encoded.first + 1 != len(self.encoder.prompt_ids(prefix + fact.prompt)):
+            raise EditError(f"the prompt {fact.prompt[:60]!r} … is too long for MEMIT: what is cut may be its subject")
+        return Placed(encoded, position)
 
     def with_prefixes(self, fact: Fact) -> list[Placed]:
         """The fact by itself, then behind each random text."""
@@ -102,7 +107,9 @@ def _seen(
             here.clear()
             lm.logits(batch.to(lm.device))
             at = positions_in(batch, placed)
-            for index, row in zip(batch.facts.tolist(), here[0][torch.arange(len(at)), at], strict=True):
+            found = here[0][torch.arange(len(at)), at]
+            found = found.to(torch.promote_types(found.dtype, torch.float32))  # their differences are what counts
+            for index, row in zip(batch.facts.tolist(), found, strict=True):
                 rows[index] = row
     finally:
         handle.remove()

@@ -52,23 +52,32 @@ def _optimise(
     (about,) = _one_batch(lm, [_last_only(one) for one in essence])
     kept = _log_probs(lm, block, about, essence, None).detach()
     sizes = before.norm(dim=-1)
-    deltas = torch.zeros_like(before, dtype=torch.float32, requires_grad=True)
+    deltas = torch.zeros_like(before, requires_grad=True)  # float32 at least, see hidden_at
     optimizer = torch.optim.Adam([deltas], lr=settings.lr)
     rows = owners[batch.facts.cpu()]
     weights = _weights(batch, flat, owners, varied).to(lm.device)
+    owner_of_token = owners.to(lm.device)[batch.fact_of(batch.answer_mask)]
+    order = about.facts.argsort()  # rows of a batch are sorted by length; δ is by fact
+    open_ = torch.ones(len(before), dtype=torch.bool, device=before.device)  # facts whose answer is not probable yet
     for _ in range(settings.steps):
         optimizer.zero_grad(set_to_none=True)
         log_probs = _log_probs(lm, block, batch, flat, deltas[rows])
         right = log_probs.gather(1, batch.targets[:, None]).squeeze(1)
         moved = _log_probs(lm, block, about, essence, deltas[about.facts.cpu()])
-        drift = (kept.exp() * (kept - moved)).sum()
-        decay = ((deltas.square().sum(-1) + 1e-12).sqrt() / sizes.square()).sum()
-        loss = -(weights * right).sum() + settings.kl_coef * drift + settings.weight_decay * decay
-        loss.backward()  # type: ignore[no-untyped-call]
+        drift = (moved.exp() * (moved - kept)).sum(-1)  # KL(edited ‖ unedited)
+        decay = (deltas.square().sum(-1) + 1e-12).sqrt() / sizes.square()
+        nll = torch.zeros_like(decay).index_add(0, owner_of_token, -weights * right)
+        losses = nll + settings.kl_coef * drift[order] + settings.weight_decay * decay
+        losses.sum().backward()  # type: ignore[no-untyped-call]
+        open_ &= losses.detach() >= settings.enough
+        if not bool(open_.any()):
+            break
+        before_step = deltas.detach().clone()
         optimizer.step()
-        with torch.no_grad():  # back into the ball around h
+        with torch.no_grad():  # back into the ball around h; what is good enough stays where it is
             deltas *= (settings.clamp * sizes / deltas.norm(dim=-1).clamp(min=1e-12)).clamp(max=1)[:, None]
-    return deltas.detach().to(before.dtype)
+            deltas[~open_] = before_step[~open_]
+    return deltas.detach()
 
 
 def _weights(batch: TokenBatch, flat: Sequence[Placed], owners: Tensor, varied: Sequence[Sequence[Placed]]) -> Tensor:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from malmen.baselines.method import PlainEdit, check_facts
+from malmen.baselines.method import PlainEdit, check_facts, finite
 from malmen.config import Config
 from malmen.data.records import Fact
+from malmen.errors import EditError
 from malmen.facts import encode_batches
 from malmen.hypernet import RunningNorm, Statistics
 from malmen.layers import find_layers
@@ -34,6 +35,11 @@ class SeenTokens:
         rows = torch.cat(found, dim=-1).double()
         norm = self.norms.setdefault(layer, RunningNorm(1, rows.shape[1]).to(rows.device))
         norm.merge(0, Statistics.of(rows))
+        if float(norm.count[0]) < 2:
+            raise EditError(
+                "UltraEdit normalises over the tokens it has seen, and one alone becomes zero: give more facts, or "
+                "baselines.ultraedit.tokens=all"
+            )
         members = torch.zeros(len(rows), dtype=torch.long, device=rows.device)
         keys, grads = norm(members, rows).split((found.keys.shape[1], found.value_grads.shape[1]), dim=-1)
         return keys, grads
@@ -59,4 +65,4 @@ class UltraEdit:
             shifts[name] = NormalEquation.of(found.keys, diffs).solve(self.settings.damping).shift
             missed = found.keys.double() @ shifts[name].T - diffs
             residuals.append(missed.norm(dim=-1) / diffs.norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny))
-        return PlainEdit(shifts, float(torch.cat(residuals).mean()))
+        return PlainEdit(finite(shifts), float(torch.cat(residuals).mean()))

@@ -6,10 +6,11 @@ labels are turned back, and the unrelated claims are taken as they are.
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -21,8 +22,9 @@ from malmen.data.records import EditRecord, Fact
 from malmen.data.tokens import CLASSES, EncodedFact, FactEncoder, make_batches
 from malmen.devices import resolve_device
 from malmen.errors import EditError
-from malmen.files import check_replaceable, whole_folder
+from malmen.files import check_replaceable, whole_file, whole_folder
 
+MARK = "claims.json"  # only a folder that this has written is replaced
 OnStep = Callable[[int, int], None]  # steps done, of so many
 OnEpoch = Callable[[int, float, float | None], None]  # epochs done, mean loss, share right
 
@@ -59,7 +61,7 @@ def build_classifier(
     from malmen.lm import FirstTokenClassifier
 
     training = training or ClaimsTraining()
-    check_replaceable(out, "config.json")
+    check_replaceable(out, MARK)
     known = [true_claims(read_records(path, "fever")) if path else [] for path in (train, validation)]
     torch.manual_seed(training.seed)
     try:
@@ -76,7 +78,10 @@ def build_classifier(
         accuracy = _accuracy(model, held_out, pad) if held_out else None
         if on_epoch:
             on_epoch(epoch + 1, loss, accuracy)
-    with whole_folder(out, replaces="config.json") as folder:
+    with whole_folder(out, replaces=MARK) as folder:
+        whole_file(
+            folder / MARK, json.dumps({"model": name, **asdict(training), "validation_accuracy": accuracy}) + "\n"
+        )
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return accuracy

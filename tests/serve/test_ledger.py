@@ -123,6 +123,7 @@ def test_versions_that_were_rolled_back_are_no_ancestors_of_what_comes_after(url
     [
         "UPDATE entries SET body = replace(body, 'yes', 'no') WHERE seq = 1",
         "UPDATE entries SET actor = 'eve' WHERE seq = 1",
+        "UPDATE entries SET body = 'no JSON' WHERE seq = 1",
         "DELETE FROM entries WHERE seq = 1",
         "DELETE FROM entries WHERE seq = 2",
         "UPDATE edits SET answer = 'no' WHERE id = 'e1-0'",

@@ -10,7 +10,7 @@ from typing import Any
 
 from malmen.files import whole_file
 from malmen.tune.experiments.settings import ExperimentConfig
-from malmen.tune.experiments.variants import Variant
+from malmen.tune.experiments.variants import ROUNDS, Variant
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,9 @@ class Cells:
         self._files.mkdir(parents=True, exist_ok=True)
 
     def done(self, cell: Cell) -> bool:
-        return (self._files / cell.name).exists()
+        """Whether there is a number; what failed is tried again by the next command."""
+        found = self.get(cell)
+        return found is not None and "error" not in found
 
     def put(self, cell: Cell, found: dict[str, Any]) -> None:
         """Keep a result, or `{"error": …}`."""
@@ -46,7 +48,7 @@ class Cells:
 
     def get(self, cell: Cell) -> dict[str, Any] | None:
         """What was found, if it was."""
-        if not self.done(cell):
+        if not (self._files / cell.name).exists():
             return None
         found: dict[str, Any] = json.loads((self._files / cell.name).read_text(encoding="utf-8"))
         return found
@@ -61,13 +63,10 @@ def cells_of(variant: Variant, seed: int, settings: ExperimentConfig, kinds: set
         numbers |= set(settings.edits)
     if "ablation" in kinds and (variant.name == "malmen" or variant.name in settings.ablations):
         numbers.add(settings.ablation_edits)
-    if "rounds" in kinds and variant.name in WAYS:
+    if "rounds" in kinds and variant.name in ROUNDS:
         numbers.add(settings.ablation_edits)
     for number in sorted(numbers):
         yield Cell(variant.name, seed, number)
     if "rounds" in kinds:
-        for way in WAYS.get(variant.name, ()):
+        for way in ROUNDS.get(variant.name, ()):
             yield Cell(variant.name, seed, settings.ablation_edits, settings.rounds, way)
-
-
-WAYS = {"malmen": ("union", "again"), "ultraedit": ("again",), "ft": ("again",)}

@@ -75,7 +75,8 @@ def _add(kind: str) -> None:
         as_json: AsJson = False,
     ) -> None:
         (path,) = _run((kind,), preset, overrides, out, address)
-        _show({"results": str(path), "picture": str(path.with_suffix(".png"))}, as_json)
+        picture = path.with_suffix(".png")
+        _show({"results": str(path), **({"picture": str(picture)} if picture.exists() else {})}, as_json)
 
     command.__doc__ = _HELP[kind]
     app.command(kind)(command)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from malmen.config import Config, parse_config
-from malmen.errors import EditError
 
 WAYS = {"decomposed": "LM and hyper-network apart (MALMEN)", "concatenated": "one graph (MEND-style)"}
 _LIMIT_SECONDS = 1200
@@ -28,16 +27,20 @@ def measure_memory(config: Config, way: str, edits: int, limit_gb: float) -> dic
     raw["model"]["device"] = "cpu"  # a process's peak says nothing of a GPU's memory
     asked = json.dumps({"config": raw, "way": way, "edits": edits, "limit_gb": limit_gb})
     command = [sys.executable, "-m", "malmen.tune.experiments.memory"]
-    found = subprocess.run(
-        command, input=asked, capture_output=True, text=True, env={**os.environ, **_ALLOCATOR}, timeout=_LIMIT_SECONDS
-    )
     row: dict[str, Any] = {"way": way, "edits": edits}
+    environment = {**os.environ, **_ALLOCATOR}
+    try:
+        found = subprocess.run(
+            command, input=asked, capture_output=True, text=True, env=environment, timeout=_LIMIT_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return row | {"error": f"took more than {_LIMIT_SECONDS} s"}
     if found.returncode == 0:
         return row | json.loads(found.stdout.splitlines()[-1])
-    if "can't allocate memory" in found.stderr or "MemoryError" in found.stderr:
+    if found.returncode == -9 or "can't allocate memory" in found.stderr or "MemoryError" in found.stderr:
         return row | {"ran_out": limit_gb}
     last = (found.stderr.strip().splitlines() or ["no message"])[-1]
-    raise EditError(f"a step of {edits} edits could not be measured ({way}): {last}")
+    return row | {"error": last}
 
 
 def _step(config: Config, way: str, edits: int) -> dict[str, Any]:

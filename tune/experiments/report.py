@@ -27,7 +27,7 @@ li.no { font-weight: 600; }
 _TEXTS = {
     "scaling": (
         "Methods over the number of edits (Figs. 5–8)",
-        "The paper edits BERT-base, GPT-2, T5-XL and GPT-J on FEVER and zsRE, from 1 to 16,384 edits, and trains the "
+        "The paper edits BERT-base, GPT-2, T5-XL and GPT-J on FEVER and zsRE, up to 16,384 edits, and trains the "
         "hyper-networks anew for each number; here one editor per seed is used for all numbers, and the model and its "
         "data are others unless you named them. The order of the methods can be compared, the heights cannot.",
     ),
@@ -138,11 +138,15 @@ def _number(name: str, value: dict[str, Any] | None) -> str:
 
 def _memory(found: dict[str, Any]) -> str:
     rows = "".join(
-        f"<tr><td>{row['way']}</td><td>{row['edits']}</td>"
-        f"<td>{'ran out' if 'ran_out' in row else format(row['peak_mb'], '.0f')}</td></tr>"
-        for row in found["rows"]
+        f"<tr><td>{row['way']}</td><td>{row['edits']}</td><td>{_peak(row)}</td></tr>" for row in found["rows"]
     )
     return f"<table><tr><th>way</th><th>edits</th><th>peak (MB)</th></tr>{rows}</table>"
+
+
+def _peak(row: dict[str, Any]) -> str:
+    if "peak_mb" in row:
+        return f"{row['peak_mb']:.0f}"
+    return f"more than {row['ran_out']:g} GB" if "ran_out" in row else html.escape(row["error"])
 
 
 def _failures(found: dict[str, Any]) -> str:

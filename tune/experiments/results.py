@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,10 +11,10 @@ from typing import Any
 
 from malmen.config import Config
 from malmen.files import whole_file
-from malmen.tune.experiments.cells import WAYS, Cell, Cells
+from malmen.tune.experiments.cells import Cell, Cells
 from malmen.tune.experiments.figures import draw
 from malmen.tune.experiments.settings import ExperimentConfig
-from malmen.tune.experiments.variants import Variant, ablation, cancelling, method_variant
+from malmen.tune.experiments.variants import ROUNDS, Variant, ablation, cancelling, method_variant
 
 NUMBERS = (
     "edit_success", "generalization_success", "locality_success", "locality_agreement",
@@ -50,7 +51,7 @@ def summary(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def spread(values: Sequence[float | None]) -> dict[str, float] | None:
     """Mean, standard deviation and the values themselves."""
-    found = [float(value) for value in values if value is not None]
+    found = [float(value) for value in values if value is not None and math.isfinite(value)]
     if not found:
         return None
     deviation = statistics.stdev(found) if len(found) > 1 else 0.0
@@ -80,7 +81,7 @@ def _cancellation(settings: ExperimentConfig, config: Config, store: Cells) -> d
 
 def _rounds(settings: ExperimentConfig, config: Config, store: Cells) -> dict[str, Any]:
     rows = []
-    for name, ways in WAYS.items():
+    for name, ways in ROUNDS.items():
         variant = method_variant(name, config)
         if name != "malmen" and name not in settings.methods:
             continue

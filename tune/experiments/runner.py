@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from malmen.config import Config, load_config
+from malmen.config import Config, load_config, parse_config
 from malmen.errors import EditError, UsageError
 from malmen.files import whole_file
 from malmen.platform.cli_options import resolve_config
@@ -28,6 +28,11 @@ from malmen.tune.experiments.variants import Variant, all_variants
 from malmen.tune.experiments.work import do_cells
 
 _ABOUT = "experiment.json"
+# What may differ when a folder is gone on with: no number depends on it.
+_FREE = (
+    "experiment.cpus", "experiment.gpus", "experiment.settings", "experiment.config", "config.cluster.",
+    "config.tracking.", "config.batch.", "config.baselines.memit.cache_dir",
+)  # fmt: skip
 
 
 @dataclass
@@ -61,7 +66,6 @@ def run_experiments(
     assert wanted <= set(KINDS), kinds
     config = base_config(settings)
     folder = out.absolute()
-    begin_folder(folder, settings, config)
     groups = [
         Group(variant, seed, tuple(cells_of(variant, seed, settings, wanted)))
         for variant in all_variants(settings, config, wanted)
@@ -71,18 +75,27 @@ def run_experiments(
     for group in groups:
         needed = max(cell.edits for cell in group.cells)
         check_enough(validation_records(group.variant.seeded(group.seed)), needed)
+    begin_folder(folder, settings, config)
     with Tracker.start(config, str(folder), {"malmen.experiment": ",".join(sorted(wanted))}) as tracker:
-        _run_groups(groups, settings, folder, config, address, listener)
+        lost = _run_groups(groups, settings, folder, config, address, listener)
         if "memory" in wanted:
             _run_memory(settings, config, folder, listener)
         written = write_results(settings, config, folder, wanted)
         _log(tracker, groups, folder, written)
+    if lost:
+        raise EditError(f"{'; '.join(lost)}; the results of the others are in {folder}, the same command tries again")
     return written
 
 
 def base_config(settings: ExperimentConfig) -> Config:
-    """What all variants have in common."""
-    return load_config(resolve_config(settings.config), (), settings.settings)
+    """What all variants have in common; files of data by their whole paths, because tasks run elsewhere."""
+    config = load_config(resolve_config(settings.config), (), settings.settings)
+    raw = config.model_dump(mode="json")
+    for section, key in (("data", "train"), ("data", "validation"), ("model", "name")):
+        if Path(raw[section][key]).exists():
+            raw[section][key] = str(Path(raw[section][key]).absolute())
+    raw["baselines"]["memit"]["cache_dir"] = str(Path(raw["baselines"]["memit"]["cache_dir"]).absolute())
+    return parse_config(raw, settings.config)
 
 
 def begin_folder(folder: Path, settings: ExperimentConfig, config: Config) -> None:
@@ -91,11 +104,12 @@ def begin_folder(folder: Path, settings: ExperimentConfig, config: Config) -> No
     path = folder / _ABOUT
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
-        changed = [key for key, value in _flat(about).items() if _flat(before).get(key) != value]
+        old = _flat(before)
+        changed = [key for key, value in _flat(about).items() if old.get(key) != value and not key.startswith(_FREE)]
         if changed:
             raise UsageError(f"{folder} holds experiments with another {', '.join(changed)}; choose another --out")
         return
-    if folder.exists() and any(folder.iterdir()):
+    if folder.exists() and any(not path.name.startswith(".writing-") for path in folder.iterdir()):
         raise UsageError(f"{folder} holds something else: choose another --out")
     folder.mkdir(parents=True, exist_ok=True)
     whole_file(path, json.dumps(about, indent=1) + "\n")
@@ -111,12 +125,14 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _run_groups(
     groups: Sequence[Group], settings: ExperimentConfig, folder: Path, config: Config, address: str | None,
     listener: ExperimentListener,
-) -> None:  # fmt: skip
+) -> list[str]:  # fmt: skip
+    """Gives what was lost: tasks that ended otherwise than by a result or an error of the edit."""
     store, cells = Cells(folder), [cell for group in groups for cell in group.cells]
     waiting = [group for group in groups if not all(map(store.done, group.cells))]
     listener.progress(sum(map(store.done, cells)), len(cells))
+    lost: list[str] = []
     if not waiting:
-        return
+        return lost
     with connected(address, config.cluster):
         there = ray.cluster_resources()
         gpus = settings.gpus if settings.gpus is not None else float(there.get("GPU", 0) >= 1)
@@ -139,10 +155,14 @@ def _run_groups(
                 try:
                     ray.get(reference)
                 except RayError as error:
-                    why = str(error).strip().splitlines()[-1]
-                    raise EditError(f"{group.variant.name}, seed {group.seed}: {why}") from error
-                listener.event(f"{group.variant.label()}, seed {group.seed}: done")
+                    why = f"{group.variant.label()}, seed {group.seed}: {str(error).strip().splitlines()[-1]}"
+                    lost.append(why)
+                    for cell in group.cells:
+                        if store.get(cell) is None:
+                            store.put(cell, {"error": why})
+                listener.event(f"{group.variant.label()}, seed {group.seed}: ended")
             listener.progress(sum(map(store.done, cells)), len(cells))
+    return lost
 
 
 def _startable(queue: Sequence[Group], running: Sequence[Group]) -> list[Group]:

@@ -20,6 +20,10 @@ LABELS = {
 }  # fmt: skip
 
 
+# How later rounds of editing may be merged with earlier ones.
+ROUNDS: dict[str, tuple[str, ...]] = {"malmen": ("union", "again"), "ultraedit": ("again",), "ft": ("again",)}
+
+
 @dataclass(frozen=True)
 class Variant:
     """A way of editing with its whole config, except for the seed."""
@@ -38,7 +42,8 @@ class Variant:
 
     def run_name(self, seed: int) -> str:
         """Of its editor's folder: two variants that come to the same config share it."""
-        values: dict[str, Any] = self.seeded(seed).model_dump(mode="json", exclude={"tracking", "baselines", "cluster"})
+        free = {"tracking", "baselines", "cluster"}
+        values = self.seeded(seed).model_dump(mode="json", exclude=free, exclude_defaults=True)
         return f"seed{seed}-{hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]}"
 
     def label(self) -> str:
@@ -81,8 +86,10 @@ def cancelling(config: Config) -> list[Variant]:
 def all_variants(settings: ExperimentConfig, config: Config, kinds: set[str]) -> Iterator[Variant]:
     """Those that some experiments need, each once."""
     names = list(settings.methods) if kinds & {"scaling", "failures"} else []
-    if kinds & {"ablation", "rounds"} and "malmen" not in names:
-        names.append("malmen")
+    wanted = ["malmen"] if kinds & {"ablation", "rounds"} else []
+    if "rounds" in kinds:
+        wanted += [name for name in ROUNDS if name in settings.methods]
+    names += [name for name in dict.fromkeys(wanted) if name not in names]
     yield from (method_variant(name, config) for name in names)
     if "cancellation" in kinds:
         yield from cancelling(config)

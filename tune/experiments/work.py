@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from malmen.baselines.memit import Memit
 from malmen.baselines.mend import sum_residual
 from malmen.baselines.method import EditMethod
 from malmen.baselines.rivals import UNTRAINED
@@ -65,7 +66,10 @@ def ready_method(variant: Variant, seed: int, lm: LanguageModel, folder: Path) -
     """The method, trained where it needs to be, and what that took."""
     config = variant.seeded(seed)
     if variant.name in UNTRAINED:
-        return UNTRAINED[variant.name](lm, config), {"training_seconds": 0.0}
+        method, began = UNTRAINED[variant.name](lm, config), time.perf_counter()
+        if isinstance(method, Memit):  # its statistics of text are no part of an edit
+            method.moments(lm)
+        return method, {"training_seconds": time.perf_counter() - began}
     place = folder / "editors" / variant.run_name(seed)
     taken = place.with_name(f"{place.name}.json")
     if _is_trained(place, config):  # another variant comes to the same, or it was killed after the training

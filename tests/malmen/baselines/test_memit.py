@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -15,14 +16,16 @@ from worded_models import DECODERS, worded_lm
 
 from malmen.baselines.key_moments import key_moments, read_texts
 from malmen.baselines.memit import Memit, spread
-from malmen.baselines.subject_tokens import Places, hidden_at
+from malmen.baselines.subject_tokens import Placed, Places, add_at, block_of, hidden_at, positions_in
+from malmen.baselines.subject_values import find_values
 from malmen.config import Config
 from malmen.data.records import EditRecord, Fact
 from malmen.data.subjects import edits_of
+from malmen.data.tokens import make_batches
 from malmen.data.world import world_records
 from malmen.errors import EditError
 from malmen.layers import find_layers
-from malmen.lm import LanguageModel
+from malmen.lm import LanguageModel, load_lm
 from malmen.overlay import edited
 
 FACTS = edits_of(world_records("validation")[:4])
@@ -75,10 +78,47 @@ def test_the_subjects_hidden_states_arrive_at_their_values(name: str, tmp_path: 
     assert ((moved - plain).norm(dim=-1) > 0.5 * plain.norm(dim=-1)).all()
 
 
-def test_a_value_makes_its_answer_more_probable_whatever_stands_before(tmp_path: Path) -> None:
-    from malmen.baselines.subject_values import find_values
+def value_by_hand(lm: LanguageModel, block: int, placed: list[Placed], about: Placed, h: torch.Tensor) -> torch.Tensor:
+    """δ of one fact by plain torch: each text by itself, three steps of Adam, the settings of the test below."""
+    module = lm.model.get_submodule(f"{lm.stacks['decoder']}.{block}")
+    delta = torch.zeros_like(h, requires_grad=True)
+    optimizer = torch.optim.Adam([delta], lr=0.5)
 
-    lm, settings = worded_lm("gpt2"), config(tmp_path, prefixes=2)
+    def log_probs(ids: list[int], position: int, moved: bool) -> torch.Tensor:
+        def hook(_module: object, _args: object, output: Any) -> Any:
+            hidden = output if isinstance(output, torch.Tensor) else output[0]
+            hidden = torch.cat(
+                [hidden[:, :position], hidden[:, position : position + 1] + delta, hidden[:, position + 1 :]], 1
+            )
+            return hidden if isinstance(output, torch.Tensor) else (hidden, *output[1:])
+
+        handle = module.register_forward_hook(hook) if moved else None
+        found = lm.model(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
+        if handle:
+            handle.remove()
+        return found
+
+    prompt = about.encoded.input_ids[: about.encoded.first + 1]
+    kept = log_probs(prompt, about.position, False)[-1].detach()
+    for _ in range(3):
+        losses = []
+        for one in placed:
+            rows = log_probs(one.encoded.input_ids, one.position, True)[one.encoded.first :]
+            losses.append(-torch.stack([row[at] for row, at in zip(rows, one.encoded.targets, strict=True)]).mean())
+        moved = log_probs(prompt, about.position, True)[-1]
+        drift = (moved.exp() * (moved - kept)).sum()
+        loss = torch.stack(losses).mean() + 0.0625 * drift + 0.5 * (delta.square().sum() + 1e-12).sqrt() / h.norm() ** 2
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            delta *= min(1.0, float(4 * h.norm() / delta.norm()))
+    return delta.detach()
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_value_is_found_as_by_hand(name: str, tmp_path: Path) -> None:
+    lm, settings = worded_lm(name), config(tmp_path, prefixes=2, steps=3)
     places = Places(lm, settings, 2, 4)
     varied = [places.with_prefixes(fact) for fact in FACTS]
     before = hidden_at(lm, 1, [places.of(fact) for fact in FACTS], 4096)
@@ -87,7 +127,42 @@ def test_a_value_makes_its_answer_more_probable_whatever_stands_before(tmp_path:
     together = find_values(*arguments, 10**9)
     assert_close(find_values(*arguments, 1, heard.append), together, rtol=1e-6, atol=1e-8)  # one fact at a time
     assert heard == [1, 2, 3, 4]
-    assert (together.norm(dim=-1) <= 4 * before.norm(dim=-1) * (1 + 1e-6)).all()
+    for index, fact in enumerate(FACTS):
+        about = places.of(Fact(f"{fact.subject} is a", "thing", fact.subject))
+        assert_close(together[index], value_by_hand(lm, 1, varied[index], about, before[index]), rtol=1e-6, atol=1e-8)
+
+
+def test_values_make_the_answers_of_a_real_model_more_probable(tmp_path: Path) -> None:
+    lm, settings = load_lm("builtin"), config(tmp_path)
+    places = Places(lm, settings, 0, 1)
+    placed = [places.of(fact) for fact in FACTS]
+    before = hidden_at(lm, 0, placed, 4096)
+    found = find_values(lm, 0, FACTS, [[one] for one in placed], places, before, settings.baselines.memit, 4096)
+    assert (found.norm(dim=-1) <= 4 * before.norm(dim=-1) * (1 + 1e-5)).all()
+    (batch,) = make_batches([one.encoded for one in placed], 10**9, lm.pad_id)
+    plain = lm.log_probs(batch).gather(1, batch.targets[:, None])
+    handle = block_of(lm, 0).register_forward_hook(add_at(found[batch.facts], positions_in(batch, placed)))
+    moved = lm.log_probs(batch).gather(1, batch.targets[:, None])
+    handle.remove()
+    assert moved.sum() > plain.sum() + 1
+
+
+def test_a_value_stays_once_its_answer_is_probable_enough(tmp_path: Path) -> None:
+    lm = worded_lm("gpt2")
+    places = Places(lm, config(tmp_path), 0, 1)
+    before = hidden_at(lm, 1, [places.of(fact) for fact in FACTS], 4096)
+    lazy = config(tmp_path, enough=1e9).baselines.memit
+    found = find_values(lm, 1, FACTS, [[places.of(fact)] for fact in FACTS], places, before, lazy, 4096)
+    assert (found == 0).all()
+
+
+def test_a_prompt_that_would_be_cut_is_refused_because_its_subject_may_be(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    cut = settings.model_copy(
+        update={"data": settings.data.model_copy(update={"max_length": 9, "overlong": "truncate"})}
+    )
+    with pytest.raises(EditError, match="too long for MEMIT"):
+        Places(worded_lm("gpt2"), cut, 0, 1).of(FACTS[0])
 
 
 @pytest.mark.parametrize(
@@ -96,6 +171,7 @@ def test_a_value_makes_its_answer_more_probable_whatever_stands_before(tmp_path:
         ("What does Brollo Gearkley do for a living?", "Brollo Gearkley", "ley"),
         ("Brollo Gearkley", "Brollo Gearkley", "ley"),
         ("Brollo Gearkley is paid by", "Brollo", "lo"),
+        ("Is Annapolis the town of Ann now?", "Ann", "n"),
     ],
 )
 def test_the_subjects_last_token_is_found(prompt: str, subject: str, last: str, tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from worded_models import DECODERS, worded_lm
 from malmen.baselines.ultraedit import SeenTokens, UltraEdit
 from malmen.config import Config
 from malmen.data.world import world_records
+from malmen.errors import EditError
 from malmen.facts import fact_encoder
 
-FACTS = [record.edit for record in world_records("validation")[:6]]
+FACTS = [record.edit for record in world_records("validation")[:12]]
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -54,3 +55,10 @@ def test_the_statistics_of_earlier_rounds_go_on_where_they_are_given() -> None:
     assert_close(norm.deviation(), whole.deviation())
     (name,) = later.shifts
     assert not torch.allclose(later.shifts[name], together.shifts[name])
+
+
+def test_one_token_alone_is_a_clear_error_because_it_would_do_nothing() -> None:
+    lm, config = worded_lm("gpt2"), Config.model_validate({"baselines": {"ultraedit": {"layers": "last:1"}}})
+    one = next(fact for fact in FACTS if len(fact_encoder(lm, config.data).encode(fact).targets) == 1)
+    with pytest.raises(EditError, match="give more facts"):
+        UltraEdit(lm, config).edit(lm, [one])

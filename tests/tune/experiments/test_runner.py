@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from malmen.tune.experiments.memory import measure_memory
 from malmen.tune.experiments.report import write_report
 from malmen.tune.experiments.runner import ExperimentListener, base_config, run_experiments
 from malmen.tune.experiments.settings import ExperimentConfig, load_experiment
-from malmen.tune.experiments.variants import all_variants, method_variant
+from malmen.tune.experiments.variants import Variant, all_variants, method_variant
 
 SMALL = [
     "training.steps=2", "training.num_edits=4", "editor.layers=last:1", "editor.rank=4", "tracking.enabled=false",
@@ -64,13 +65,14 @@ def test_all_experiments_give_numbers_pictures_and_a_page_and_nothing_is_done_tw
     page = write_report(folder).read_text()
     assert page.count("data:image/svg+xml") == 4 and not re.search(r"(src|href)=\"http", page)
 
-    cells = {path: path.stat().st_mtime_ns for path in (folder / "cells").iterdir()}
+    good = [path for path in (folder / "cells").iterdir() if "error" not in json.loads(path.read_text())]
+    cells = {path: path.stat().st_mtime_ns for path in good}
     (folder / "cells" / "ft-seed1-4.json").unlink()  # as if it had been killed there
     run_experiments(settings, kinds, folder)
-    after = {path: path.stat().st_mtime_ns for path in (folder / "cells").iterdir()}
-    assert after.keys() == cells.keys() and {path.name for path in cells if cells[path] != after[path]} == {
-        "ft-seed1-4.json"
-    }
+    after = {path: path.stat().st_mtime_ns for path in good}
+    assert {path.name for path in cells if cells[path] != after[path]} == {"ft-seed1-4.json"}
+    elsewhere = settings.model_copy(update={"cpus": 0.5, "settings": {**settings.settings, "batch.cache_mb": 5}})
+    run_experiments(elsewhere, ("scaling",), folder)  # another machine, the same numbers
     with pytest.raises(UsageError, match=r"another experiment.rounds; choose another --out"):
         run_experiments(settings.model_copy(update={"rounds": 3}), kinds, folder)
 
@@ -98,19 +100,44 @@ def test_what_fails_is_kept_as_an_error_and_the_others_go_on(settings: Experimen
     work.do_cells(variant, 0, [Cell("ft", 0, 100_000), Cell("ft", 0, 2)], settings, tmp_path)
     assert "100000 held-out edits were asked for" in Cells(tmp_path).get(Cell("ft", 0, 100_000))["error"]
     assert "scores" in Cells(tmp_path).get(Cell("ft", 0, 2))
+    assert Cells(tmp_path).done(Cell("ft", 0, 2)) and not Cells(tmp_path).done(Cell("ft", 0, 100_000))  # tried again
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_task_that_is_lost_is_told_at_the_end_and_the_others_are_there(
+    settings: ExperimentConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dying(variant: Variant, *rest: Any) -> None:
+        if variant.name == "ultraedit":
+            raise RuntimeError("out of some memory")
+        work.do_cells(variant, *rest)
+
+    monkeypatch.setattr("malmen.tune.experiments.runner.do_cells", dying)
+    chosen = settings.model_copy(update={"methods": ["ft", "ultraedit"], "seeds": [0], "edits": [2]})
+    with pytest.raises(EditError, match=r"UltraEdit, seed 0: .*out of some memory.*tries again"):
+        run_experiments(chosen, ("scaling",), tmp_path / "experiment")
+    rows = json.loads((tmp_path / "experiment" / "results" / "scaling.json").read_text())["rows"]
+    assert {row["variant"]: row["seeds"] for row in rows} == {"ft": 1, "ultraedit": 0}
+    monkeypatch.undo()
+    run_experiments(chosen, ("scaling",), tmp_path / "experiment")
+    rows = json.loads((tmp_path / "experiment" / "results" / "scaling.json").read_text())["rows"]
+    assert {row["variant"]: row["seeds"] for row in rows} == {"ft": 1, "ultraedit": 1}
 
 
 def test_each_experiment_asks_only_for_what_it_needs(settings: ExperimentConfig) -> None:
     config = base_config(settings)
     wanted = {
         kind: {variant.name for variant in all_variants(settings, config, {kind})}
-        for kind in ("scaling", "ablation", "cancellation")
+        for kind in ("scaling", "ablation", "cancellation", "rounds")
     }
     assert wanted["scaling"] == {"malmen", "mend", "ft", "memit", "ultraedit"}
     assert wanted["ablation"] == {"malmen", "sum", "no_regularisation"} and wanted["cancellation"] == {
         "squares_answer",
         "sum_answer",
     }
+    assert wanted["rounds"] == {"malmen", "ft", "ultraedit"}
     cells = list(cells_of(method_variant("malmen", config), 0, settings, {"rounds"}))
     assert [(cell.rounds, cell.way) for cell in cells] == [(1, "at once"), (2, "union"), (2, "again")]
 
