@@ -45,6 +45,17 @@ def test_a_step_has_as_many_tuples_of_each_sort_as_the_config_says(lm: LanguageM
     assert (len(alone.equivalents), len(alone.unrelated)) == (5, 0)
 
 
+def test_the_number_of_edits_may_be_drawn_anew_for_each_step(lm: LanguageModel) -> None:
+    sampler = _sampler(lm, make_config(min_edits=4, num_edits=64))
+    numbers = [len(sampler.batch(step).edits) for step in range(60)]
+    assert 4 <= min(numbers) < 8 and 32 < max(numbers) <= 64
+    assert 20 < sum(number < 16 for number in numbers) < 40  # half of them below the geometric mean
+    assert [len(_sampler(lm, make_config(min_edits=4, num_edits=64)).batch(step).edits) for step in (3, 7)] == [
+        numbers[3],
+        numbers[7],
+    ]
+
+
 def test_unrelated_tuples_that_another_record_edits_are_left_out() -> None:
     records = world_records("validation")[:200]
     edited = {fact.prompt for record in records for fact in (record.edit, *record.equivalents)}

@@ -9,7 +9,7 @@ import pytest
 from malmen.errors import UsageError
 from malmen.tune.experiments.runner import base_config
 from malmen.tune.experiments.settings import PRESETS, load_experiment
-from malmen.tune.experiments.variants import Variant, ablation, all_variants, method_variant
+from malmen.tune.experiments.variants import Variant, ablation, all_variants, cancelling, method_variant
 
 
 @pytest.mark.parametrize("path", sorted(PRESETS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -47,10 +47,12 @@ def test_variants_differ_in_one_thing_and_those_that_do_not_share_an_editor() ->
     settings = load_experiment("world", [])
     config = base_config(settings)
     found = {variant.name: variant for variant in all_variants(settings, config, {"scaling", "ablation"})}
-    assert found["sum"].run_name(0) == found["mend"].run_name(0)  # this config traces all tokens, as MEND does
+    assert found["sum"].run_name(0) != found["mend"].run_name(0)  # MEND traces all tokens
+    assert found["sum"].run_name(0) == cancelling(config)[1].run_name(0)
+    assert found["malmen"].run_name(0) == cancelling(config)[0].run_name(0)
     names = {variant.run_name(0) for variant in found.values() if variant.trained}
-    assert len(names) == 5 and found["malmen"].run_name(0) != found["malmen"].run_name(1)
+    assert len(names) == 6 and found["malmen"].run_name(0) != found["malmen"].run_name(1)
     assert ablation("other_ffn", config).config.editor.ffn == "first"
-    assert ablation("other_tokens", config).label() == "answer tokens only"
+    assert ablation("other_tokens", config).label() == "all tokens"
     assert not method_variant("ft", config).trained
     assert isinstance(method_variant("mend", config), Variant)
