@@ -156,7 +156,7 @@ def test_a_hang_is_reported_with_who_waits_for_whom(
 ) -> None:
     """An actor that never comes back from a solve, and a rank that waits for it: the driver says both."""
     monkeypatch.setattr("malmen.platform.hypernet_group.HypernetActor", hanging_actor())
-    config = make_platform_config("gpt2", models, cluster={"stall_seconds": 3})
+    config = make_platform_config("gpt2", models, cluster={"stall_seconds": 10})  # an actor's first Adam takes seconds
     layers = find_layers(load_skeleton(config.model)[0], "last:1")
     board = ray.remote(Board).options(num_cpus=0).remote()
     group = HypernetGroup.start(config, layers, str(tmp_path), resources={"num_cpus": 0.1}, threads=1)
@@ -178,4 +178,4 @@ def test_a_hang_is_reported_with_who_waits_for_whom(
     finally:
         for actor in (*group.actors, board):
             ray.kill(actor)
-    assert answers[0].startswith("no answer within cluster.stall_seconds=3: hypernet actor 0: hanging for ")
+    assert answers[0].startswith("no answer within cluster.stall_seconds=10: hypernet actor 0: hanging for ")
