@@ -93,40 +93,10 @@ def measure_roles(args: argparse.Namespace) -> dict[str, Any]:
 
 def measure_concatenated(args: argparse.Namespace) -> dict[str, Any]:
     """One graph: hyper-network, normal equation, edited LM, and autograd through all of it."""
-    import torch
-
-    from malmen.data.tokens import make_batches
-    from malmen.losses import kl, nll
-    from malmen.overlay import edited
-    from malmen.trace import trace
+    from malmen.baselines.concatenated import concatenated_backward
 
     lm, editor, batch = _parts(args)
-    edits, equivalents, unrelated = (
-        make_batches(facts, sys.maxsize, lm.pad_id)[0] for facts in (batch.edits, batch.equivalents, batch.unrelated)
-    )
-    traces = trace(lm, editor.layers, [edits], "answer")
-    editor.observe(traces)
-    shifts = {}
-    ((shape, members),) = editor.groups.items()
-    net: Any = editor.nets[shape]
-    for index, layer in enumerate(members):
-        keys, value_grads = traces[layer.name]
-        pseudo_keys, scaled_grads = net(torch.full((len(keys),), index), keys, value_grads)
-        diffs = ((pseudo_keys * keys).sum(-1, keepdim=True) * scaled_grads).double()
-        rows, damping = keys.double(), net.log_damping[index].double().exp()
-        if len(rows) < rows.shape[1]:
-            factor = torch.linalg.cholesky(rows @ rows.T + damping * torch.eye(len(rows), dtype=rows.dtype))
-            shift = torch.cholesky_solve(diffs, factor).T @ rows
-        else:
-            gram = rows.T @ rows + damping * torch.eye(rows.shape[1], dtype=rows.dtype)
-            shift = torch.cholesky_solve(rows.T @ diffs, torch.linalg.cholesky(gram)).T
-        shifts[layer.name] = shift.float()
-    with torch.no_grad():
-        reference = lm.log_probs(unrelated)
-    with edited(lm, shifts):
-        loss = nll(lm.log_probs(equivalents), equivalents.targets) / args.edits[0]
-        loss = loss + kl(reference, lm.log_probs(unrelated)) / args.edits[0]
-    loss.backward()
+    concatenated_backward(lm, editor, batch)
     editor.step()
     return {"peak_rss_mb": {"process": _peak_mb()}}
 
