@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from malmen.data.tokens import EncodedFact, TokenBatch, make_batches
-from malmen.editor import Editor, LayerWishes
+from malmen.editor import Editor
 from malmen.errors import EditError
 from malmen.least_squares import NormalEquation
 from malmen.lm import LanguageModel
+from malmen.solved import LayerWishes
 from malmen.trace import trace
 
 _OFFSETS, _KEYS, _DIFFS = "offsets", "keys", "value_diffs"

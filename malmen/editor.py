@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,42 +22,12 @@ from malmen.hypernet import HyperNetwork, Statistics
 from malmen.hypernet_rows import HypernetRows, run_in_batches
 from malmen.layers import LayerSpec
 from malmen.least_squares import NormalEquation, Pullback
-from malmen.shards import Alone, Shards, SolvedShard
+from malmen.shards import Alone, Shards
+from malmen.solved import LayerWishes, Solved
 from malmen.trace import Traces, trace
 
 if TYPE_CHECKING:  # a process that only holds an editor does not wait for transformers
     from malmen.lm import LanguageModel
-
-
-class LayerWishes(NamedTuple):
-    """Rows are tokens. Under `aggregation: sum` they are pseudo keys and scaled gradients: S = Σ diffᵀ key."""
-
-    keys: Tensor  # u (tokens, key)
-    value_diffs: Tensor  # d (tokens, value)
-
-
-@dataclass
-class Solved:
-    """The shifts of one set of edits, and what `backward` needs of how they came about."""
-
-    traces: Traces
-    shifts: dict[str, Tensor]  # S* in float64
-    solutions: dict[str, SolvedShard] = field(default_factory=dict)
-    value_diffs: dict[str, Tensor] = field(default_factory=dict)
-    kept: dict[str, list[HypernetRows]] = field(default_factory=dict)  # by network, with the graph
-
-    def mean_residual(self) -> float | None:
-        """MR: the mean of the residuals over layers and tokens (§5.2); None for a sum, which solves nothing."""
-        return float(self.residuals().mean()) if self.value_diffs else None
-
-    def residuals(self) -> Tensor:
-        """r_j = ‖S*u_j − d_j‖ / ‖d_j‖ of each layer and token."""
-        residuals = [torch.zeros(0, dtype=torch.float64)]
-        for name, diffs in self.value_diffs.items():
-            wanted = diffs.double()
-            error = self.traces[name].keys.double() @ self.shifts[name].T - wanted
-            residuals.append(error.norm(dim=-1) / wanted.norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny))
-        return torch.cat([part.cpu() for part in residuals])
 
 
 class Editor(nn.Module):

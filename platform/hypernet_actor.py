@@ -24,10 +24,11 @@ from torch import Tensor
 from malmen.checkpoint import load_editor, save_checkpoint
 from malmen.config import Config
 from malmen.devices import resolve_device
-from malmen.editor import Editor, Solved, seeded_editor
+from malmen.editor import Editor, seeded_editor
 from malmen.layers import LayerSpec
 from malmen.platform.wire import Arrays, peak_memory_mb, to_array, to_arrays, to_tensor
 from malmen.shards import Alone, ProcessGroupShards
+from malmen.solved import Solved
 from malmen.trace import LayerTrace, Traces
 
 EVALUATION = -1  # the step that stands for an edit outside training
