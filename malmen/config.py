@@ -27,7 +27,10 @@ class ModelConfig(Section):
     kind: Literal["auto", "decoder", "encoder-decoder", "classifier"] = Field(
         default="auto", description="`auto` reads it from the model's config"
     )
-    device: str = Field(default="auto", description="`auto`, `cpu`, `cuda`, `cuda:1`, …")
+    device: str = Field(
+        default="auto",
+        description="`auto`, `cpu`, `cuda`, `cuda:1`, …; `split`: block by block over all GPUs that a process sees",
+    )
     dtype: Literal["auto", "float32", "float64", "bfloat16"] = Field(
         default="auto", description="`auto` is bfloat16 on a GPU that has it, else float32; float16 would underflow"
     )

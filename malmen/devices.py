@@ -9,18 +9,22 @@ import torch
 from malmen.config import ModelConfig
 from malmen.errors import EditError, UsageError
 
+SPLIT = "split"
+
 
 def resolve_device(config: ModelConfig) -> torch.device:
-    """Where this process would put the model."""
-    name = config.device
+    """Where this process would put the model, or the first part of it."""
+    name = "cuda:0" if config.device == SPLIT else config.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise EditError(f"model.device is {name!r}, but torch sees no GPU here; use `cpu` or `auto`")
+        raise EditError(f"model.device is {config.device!r}, but torch sees no GPU here; use `cpu` or `auto`")
     try:
         return torch.device(name)
     except RuntimeError as error:
-        raise UsageError(f"unknown model.device {name!r}: expected `auto`, `cpu`, `cuda` or `cuda:N`") from error
+        raise UsageError(
+            f"unknown model.device {name!r}: expected `auto`, `cpu`, `cuda`, `cuda:N` or `split`"
+        ) from error
 
 
 def resolve_dtype(config: ModelConfig) -> torch.dtype:

@@ -27,7 +27,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from malmen.config import ModelConfig
 from malmen.data.tokens import Kind, TokenBatch
 from malmen.data.world_model import WORLD_MODEL, check_world_model
-from malmen.devices import resolve_device, resolve_dtype
+from malmen.devices import SPLIT, resolve_device, resolve_dtype
 from malmen.errors import EditError
 from malmen.layers import find_stacks
 
@@ -68,7 +68,7 @@ class LanguageModel:
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """Where its weights are; of a model cut over several devices, where texts go in and answers come out."""
         return next(self.model.parameters()).device
 
     @property
@@ -105,7 +105,7 @@ class LanguageModel:
         head = cast(Any, self.model).get_output_embeddings()
 
         def keep_answers(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-            return (args[0][batch.answer_mask][None],)
+            return (args[0][batch.answer_mask.to(args[0].device)][None],)
 
         handle = head.register_forward_pre_hook(keep_answers)
         try:
@@ -145,9 +145,12 @@ def load_lm(config: ModelConfig | str) -> LanguageModel:
     config = ModelConfig(name=config) if isinstance(config, str) else config
     name, options = _source(config)
     device, dtype = resolve_device(config), resolve_dtype(config)
+    placed = {"device_map": "balanced"} if config.device == SPLIT else {}
     with _clear_errors(config):
         kind, _ = _kind_and_config(config)
-        model, loading = _LOADERS[kind].from_pretrained(name, dtype=dtype, output_loading_info=True, **options)
+        model, loading = _LOADERS[kind].from_pretrained(
+            name, dtype=dtype, output_loading_info=True, **options, **placed
+        )
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
     if loading["missing_keys"]:
         missing = ", ".join(sorted(loading["missing_keys"])[:4])
@@ -155,7 +158,7 @@ def load_lm(config: ModelConfig | str) -> LanguageModel:
             f"the model {config.name!r} has no weights for {missing}: they would be random; "
             "a classifier needs its fine-tuned head, see docs/models.md"
         )
-    return LanguageModel(model.to(device), tokenizer, kind)
+    return LanguageModel(model if placed else model.to(device), tokenizer, kind)
 
 
 def load_skeleton(config: ModelConfig) -> tuple[nn.Module, Kind]:

@@ -27,7 +27,7 @@ def edited(lm: LanguageModel, shifts: Shifts) -> Iterator[None]:
     with ExitStack() as stack:
         for name, shift in shifts.items():
             module = linear_of(lm, name, shift)
-            stack.enter_context(_overlay(module)(module, shift.to(lm.device)))
+            stack.enter_context(_overlay(module)(module, shift.to(module.get_parameter("weight").device)))
         yield
 
 
@@ -35,7 +35,7 @@ def _overlay(module: nn.Module) -> Callable[[nn.Module, Tensor], Any]:
     """W + S formed once is faster (one product instead of two), but needs the whole weight, and digits to spare."""
     weight = module.get_parameter("weight")
     whole = not hasattr(weight, "ds_id")  # DeepSpeed marks the parameters it shards
-    plain = "forward" not in module.__dict__  # not inside another edit, which a hook adds to
+    plain = "forward" not in module.__dict__  # neither inside another edit nor on one of several devices
     return merged if whole and plain and weight.dtype in (torch.float32, torch.float64) else added
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,17 +44,22 @@ class Overlay:
 def edited_rows(lm: LanguageModel, overlays: Sequence[tuple[Overlay | None, int]]) -> Iterator[None]:
     """Inside, the first rows of every batch see the first edit, and so on: (edit or None, number of rows)."""
     names = {name for overlay, _ in overlays if overlay for name in (*overlay.weights, *overlay.shifts)}
-    changed: list[nn.Module] = []
+    changed: list[tuple[nn.Module, str, Any]] = []
     try:
         for name in names:
             module = lm.model.get_submodule(name)
-            assert "forward" not in module.__dict__, f"{name} is edited already"
-            module.__dict__["forward"] = _forward(module, name, overlays)
-            changed.append(module)
+            inner = "_old_forward" if hasattr(module, "_hf_hook") else "forward"  # accelerate's hook stays around it
+            before = module.__dict__.get(inner)
+            assert before is None or inner == "_old_forward", f"{name} is edited already"
+            module.__dict__[inner] = _forward(module, name, overlays)
+            changed.append((module, inner, before))
         yield
     finally:
-        for module in changed:
-            del module.__dict__["forward"]
+        for module, inner, before in changed:
+            if before is None:
+                del module.__dict__[inner]
+            else:
+                module.__dict__[inner] = before
 
 
 def _forward(

@@ -102,7 +102,8 @@ def _trace_batch(lm: LanguageModel, layers: Sequence[LayerSpec], batch: TokenBat
     grads = torch.autograd.grad(edit_loss, [probes[layer.name] for layer in layers])
     masks = [batch.traced_mask(layer.stack, tokens) for layer in layers]
     return [
-        LayerTrace(keys[layer.name][mask], grad[mask]) for layer, mask, grad in zip(layers, masks, grads, strict=True)
+        LayerTrace(*(part[mask.to(part.device)].to(lm.device) for part in (keys[layer.name], grad)))
+        for layer, mask, grad in zip(layers, masks, grads, strict=True)
     ]
 
 

@@ -38,7 +38,7 @@ def make_reader(settings: ServeConfig) -> Reader:
     """A reader."""
     folder = find_editor(settings.editor)
     config = read_config(folder)
-    lm = load_lm(config.model.model_copy(update={"name": settings.model}) if settings.model else config.model)
+    lm = _load_lm(settings, config, settings.reader.device)
     wanted = read_state(folder)["base_model"]
     if lm.fingerprint() != wanted:
         raise EditError(f"the editor in {folder} belongs to base model {wanted}; this one is {lm.fingerprint()}")
@@ -64,5 +64,11 @@ def load_probes(settings: ServeConfig, config: Config) -> Sequence[Fact]:
 def _load(settings: ServeConfig) -> tuple[LanguageModel, Editor, Config]:
     folder = find_editor(settings.editor)
     config = read_config(folder)
-    lm = load_lm(config.model.model_copy(update={"name": settings.model}) if settings.model else config.model)
+    lm = _load_lm(settings, config, settings.writer.device)
     return lm, load_editor(folder, lm), config
+
+
+def _load_lm(settings: ServeConfig, config: Config, device: str | None) -> LanguageModel:
+    """The base model, where the endpoint's settings want it."""
+    wanted = {"name": settings.model, "device": device}
+    return load_lm(config.model.model_copy(update={key: value for key, value in wanted.items() if value is not None}))

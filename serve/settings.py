@@ -47,6 +47,7 @@ class WriterConfig(Section):
     wait_seconds: float = Field(default=0.02, ge=0, description="how long the first of them waits for others")
     cpus: float = Field(default=0.5, ge=0, description="of Ray, for it")
     gpus: float = Field(default=0, ge=0, description="of Ray, for it")
+    device: str | None = Field(default=None, description="of its model, as model.device; default: the editor's")
 
 
 class ReaderConfig(Section):
@@ -60,6 +61,9 @@ class ReaderConfig(Section):
     wait_seconds: float = Field(default=0.005, ge=0, description="how long the first of them waits for others")
     cpus: float = Field(default=0.5, ge=0, description="of Ray, for each")
     gpus: float = Field(default=0, ge=0, description="of Ray, for each")
+    device: str | None = Field(
+        default=None, description="of its model, as model.device; `split`: over its GPUs; default: the editor's"
+    )
 
 
 class ServeConfig(Section):

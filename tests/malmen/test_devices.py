@@ -1,0 +1,81 @@
+"""A model that accelerate has cut: every layer behind its hook, as over several GPUs; here all of them are the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from tiny_models import make_setup, random_facts, tiny_lm
+from torch.testing import assert_close
+
+from malmen.config import ModelConfig
+from malmen.data.tokens import make_batches
+from malmen.devices import resolve_device
+from malmen.errors import EditError, UsageError
+from malmen.layers import find_layers
+from malmen.lm import LanguageModel, load_lm
+from malmen.meta import MetaBatch, meta_step
+from malmen.overlay import edited
+from malmen.row_overlay import Overlay, edited_rows
+
+pytestmark = pytest.mark.usefixtures("exact")
+
+
+def _cut(lm: LanguageModel) -> LanguageModel:
+    names = [name for name, module in lm.model.named_modules() if name and not list(module.children())]
+    dispatch_model(lm.model, dict.fromkeys(names, "cpu"), main_device="cpu", force_hooks=True)
+    assert all(hasattr(lm.model.get_submodule(layer.name), "_hf_hook") for layer in find_layers(lm.model, "last:2"))
+    return lm
+
+
+def _shifts(lm: LanguageModel, seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    layers = find_layers(lm.model, "last:2")
+    return {layer.name: torch.randn(layer.value_size, layer.key_size, dtype=torch.float64) for layer in layers}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_edits_over_a_cut_model_equal_those_over_a_whole_one(name: str) -> None:
+    whole, cut = tiny_lm(name), _cut(tiny_lm(name))
+    shifts = _shifts(whole, 1)
+    (batch,) = make_batches(random_facts(whole, 4), 10_000, 0)
+    with edited(whole, shifts), edited(cut, shifts):
+        assert_close(cut.logits(batch), whole.logits(batch), rtol=1e-9, atol=1e-10)
+    assert_close(cut.logits(batch), whole.logits(batch), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_rows_of_a_cut_model_see_their_own_edits_and_leave_nothing_behind(name: str) -> None:
+    whole, cut = tiny_lm(name), _cut(tiny_lm(name))
+    first, second = _shifts(whole, 1), _shifts(whole, 2)
+    ids = torch.arange(15).reshape(3, 5)
+    before = cut.model(input_ids=ids).logits
+    with edited_rows(cut, [(Overlay.of(cut, first), 1), (None, 1), (Overlay.of(cut, second), 1)]):
+        found = cut.model(input_ids=ids).logits
+    for row, shifts in enumerate((first, {}, second)):
+        with edited(whole, shifts):
+            assert_close(found[row : row + 1], whole.model(input_ids=ids[row : row + 1]).logits, rtol=1e-9, atol=1e-9)
+    assert torch.equal(cut.model(input_ids=ids).logits, before)
+
+
+def test_a_step_of_training_over_a_cut_model_equals_one_over_a_whole_one(kind: str) -> None:
+    whole, other = make_setup(kind), make_setup(kind)
+    _cut(other.lm)
+    lm = whole.lm
+    batch = MetaBatch(random_facts(lm, 5, 1), random_facts(lm, 4, 2), random_facts(lm, 3, 3))
+    for setup in (whole, other):
+        meta_step(setup.lm, setup.editor, batch)
+    for one, two in zip(whole.editor.parameters(), other.editor.parameters(), strict=True):
+        assert_close(one, two, rtol=1e-9, atol=1e-11)
+
+
+def test_cutting_a_model_where_there_is_no_gpu_is_an_error_that_says_so() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there are GPUs here")
+    with pytest.raises(EditError, match="model.device is 'split', but torch sees no GPU"):
+        load_lm(ModelConfig(device="split"))
+
+
+def test_an_unknown_device_is_named_with_what_there_is() -> None:
+    with pytest.raises(UsageError, match="'gpu'.*`cuda:N` or `split`"):
+        resolve_device(ModelConfig(device="gpu"))
