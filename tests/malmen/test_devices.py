@@ -72,10 +72,10 @@ def test_a_step_of_training_over_a_cut_model_equals_one_over_a_whole_one(kind: s
 def test_cutting_a_model_where_there_is_no_gpu_is_an_error_that_says_so() -> None:
     if torch.cuda.is_available():
         pytest.skip("there are GPUs here")
-    with pytest.raises(EditError, match="model.device is 'split', but torch sees no GPU"):
+    with pytest.raises(EditError, match=r"model\.device is 'split', but torch sees no GPU"):
         load_lm(ModelConfig(device="split"))
 
 
 def test_an_unknown_device_is_named_with_what_there_is() -> None:
-    with pytest.raises(UsageError, match="'gpu'.*`cuda:N` or `split`"):
+    with pytest.raises(UsageError, match=r"'gpu'.*`cuda:N` or `split`"):
         resolve_device(ModelConfig(device="gpu"))
