@@ -65,7 +65,11 @@ class TrainingConfig(Section):
     schedule: Literal["constant", "cosine"] = Field(
         default="constant", description="of both learning rates over the steps"
     )
+    warmup_steps: int = Field(default=0, ge=0, description="over which both learning rates rise from nothing")
     locality_coef: float = Field(default=1.0, ge=0, description="λ_loc of eq. 1")
+    locality_tokens: Literal["answer", "all"] = Field(
+        default="answer", description="of unrelated texts, where the edited model is to say what it said; decoders"
+    )
     max_grad_norm: float = Field(default=1.0, gt=0, description="the meta-gradient is clipped to it")
     equivalents_per_edit: int = Field(default=1, gt=0, description="sampled per edit and step")
     unrelated_per_edit: int = Field(default=1, ge=0, description="sampled per edit and step")

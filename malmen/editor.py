@@ -303,9 +303,10 @@ class Editor(nn.Module):
 
     def _schedule(self) -> float:
         training = self.config.training
+        rising = min(1.0, (self.steps_done + 1) / (training.warmup_steps + 1))
         if training.schedule == "constant":
-            return 1.0
-        return 0.5 * (1 + math.cos(math.pi * min(1.0, self.steps_done / max(1, training.steps))))
+            return rising
+        return rising * 0.5 * (1 + math.cos(math.pi * min(1.0, self.steps_done / max(1, training.steps))))
 
 
 def seeded_editor(layers: Sequence[LayerSpec], config: Config) -> Editor:

@@ -19,7 +19,7 @@ from malmen.data.records import EditRecord, Fact
 from malmen.data.tokens import EncodedFact, FactEncoder
 from malmen.data.world import world_records
 from malmen.data.world_model import WORLD_MODEL
-from malmen.errors import EditError
+from malmen.errors import EditError, UsageError
 from malmen.meta import MetaBatch
 
 ROLES = ("edits", "equivalents", "unrelated")
@@ -84,6 +84,11 @@ class Sampler:
     _encoded: dict[Fact, EncodedFact] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.config.training.locality_tokens == "all" and self.encoder.kind != "decoder":
+            raise UsageError(
+                f"training.locality_tokens=all is for decoders; this model is of kind {self.encoder.kind!r}, where the "
+                "tokens of a prompt predict nothing: use `answer`"
+            )
         self.steps_per_epoch = len(self.records(0)) // self.config.training.num_edits
         if self.steps_per_epoch == 0:
             raise EditError(
@@ -137,7 +142,7 @@ class Sampler:
         return MetaBatch(
             [self._encode(record.edit) for record in some],
             [self._encode(fact) for fact in equivalents],
-            [self._encode(fact) for fact in unrelated],
+            [self._unrelated(fact) for fact in unrelated],
             [record.id for record in some],
         )
 
@@ -161,6 +166,10 @@ class Sampler:
             random.Random(f"epoch/{self.config.seed}/{epoch}").shuffle(records)
             self._epoch = (epoch, records)
         return self._epoch[1]
+
+    def _unrelated(self, fact: Fact) -> EncodedFact:
+        encoded = self._encode(fact)
+        return encoded if self.config.training.locality_tokens == "answer" else encoded.throughout()
 
     def _encode(self, fact: Fact) -> EncodedFact:
         if fact not in self._encoded:

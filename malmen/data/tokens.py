@@ -37,6 +37,11 @@ class EncodedFact:
         """Tokens the model runs for it."""
         return len(self.input_ids) + len(self.encoder_ids or ())
 
+    def throughout(self) -> EncodedFact:
+        """The same text of a decoder as if all of it were the answer: every token predicts the next."""
+        assert self.encoder_ids is None
+        return EncodedFact(self.input_ids, 0, [*self.input_ids[1:], self.targets[-1]])
+
     def num_traced(self, stack: str, tokens: str) -> int:
         """How many of its tokens are traced in a stack, see TokenBatch.traced_mask."""
         if stack != "decoder":

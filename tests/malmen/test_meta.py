@@ -101,3 +101,22 @@ def test_the_gradients_of_a_half_precision_model_are_summed_in_single_precision(
     for name, grad in alone.items():
         assert grad.any(), name
         torch.testing.assert_close(repeated[name], grad, rtol=1e-5, atol=1e-5 * float(grad.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "shares"),
+    [
+        ({}, [1.0, 1.0, 1.0, 1.0]),
+        ({"warmup_steps": 3}, [0.25, 0.5, 0.75, 1.0]),
+        ({"schedule": "cosine", "steps": 4}, [1.0, 0.85355, 0.5, 0.14645]),
+        ({"schedule": "cosine", "steps": 4, "warmup_steps": 1}, [0.5, 0.85355, 0.5, 0.14645]),
+    ],
+)
+def test_both_learning_rates_rise_and_fall_as_the_config_says(settings: dict[str, object], shares: list[float]) -> None:
+    setup = make_setup("decoder", training={"meta_lr": 0.01, "scalar_lr": 0.1, **settings})
+    seen = []
+    for _ in shares:
+        meta_step(setup.lm, setup.editor, _batch(setup))
+        seen.append([group["lr"] for group in setup.editor.optimizer().param_groups])
+    for (network, scalars), share in zip(seen, shares, strict=True):
+        assert network == pytest.approx(0.01 * share, rel=1e-4) and scalars == pytest.approx(0.1 * share, rel=1e-4)

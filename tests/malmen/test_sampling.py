@@ -12,7 +12,7 @@ from malmen.data.records import EditRecord, Fact
 from malmen.data.tokens import FactEncoder
 from malmen.data.world import world_records
 from malmen.data.world_model import WORLD_MODEL
-from malmen.errors import EditError
+from malmen.errors import EditError, UsageError
 from malmen.facts import fact_encoder
 from malmen.lm import LanguageModel
 from malmen.sampling import Sampler, compatible_records, training_records, unrelated_to_all, validation_records
@@ -54,6 +54,23 @@ def test_the_number_of_edits_may_be_drawn_anew_for_each_step(lm: LanguageModel) 
         numbers[3],
         numbers[7],
     ]
+
+
+def test_locality_may_be_asked_of_every_token_of_unrelated_texts(lm: LanguageModel) -> None:
+    answers = _sampler(lm, make_config()).batch(0)
+    everything = _sampler(lm, make_config(locality_tokens="all")).batch(0)
+    assert (everything.edits, everything.equivalents) == (answers.edits, answers.equivalents)
+    for one, whole in zip(answers.unrelated, everything.unrelated, strict=True):
+        assert whole.input_ids == one.input_ids and whole.targets[one.first :] == one.targets
+        assert whole.first == 0 and whole.targets[:-1] == whole.input_ids[1:]
+
+
+def test_locality_at_every_token_is_refused_where_prompts_predict_nothing(lm: LanguageModel) -> None:
+    config = make_config(locality_tokens="all")
+    encoder = fact_encoder(lm, config.data)
+    encoder.kind = "classifier"
+    with pytest.raises(UsageError, match="is for decoders; this model is of kind 'classifier'"):
+        Sampler(config, encoder, training_records(config))
 
 
 def test_unrelated_tuples_that_another_record_edits_are_left_out() -> None:

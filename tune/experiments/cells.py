@@ -63,6 +63,8 @@ def cells_of(variant: Variant, seed: int, settings: ExperimentConfig, kinds: set
         numbers |= set(settings.edits)
     if "ablation" in kinds and (variant.name == "malmen" or variant.name in settings.ablations):
         numbers.add(settings.ablation_edits)
+    if "recipes" in kinds and (variant.name == "malmen" or variant.name in settings.recipes):
+        numbers |= set(settings.edits)
     if "rounds" in kinds and variant.name in ROUNDS:
         numbers.add(settings.ablation_edits)
     for number in sorted(numbers):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from malmen.errors import UsageError
 from malmen.platform.cli_options import AsJson
 from malmen.tune.experiments.settings import KINDS, load_experiment
 
@@ -25,7 +26,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="settings of the editor's config as key=value, of the experiment as experiment.key=value"),
 ]
-Preset = Annotated[str, typer.Option(help="a YAML file, or a shipped one: world, fast, default")]
+Preset = Annotated[str, typer.Option(help="a YAML file, or a shipped one: world, fast, beyond, default")]
 Out = Annotated[Path, typer.Option(help="the folder; the same command again goes on there")]
 Address = Annotated[
     str | None, typer.Option(help="of a Ray cluster (HOST:PORT or `auto`); default: RAY_ADDRESS, else a local one")
@@ -36,6 +37,7 @@ _HELP = {
     "cancellation": "The mean residual over the number of edits, least squares beside a sum (Fig. 9).",
     "rounds": "Editing in rounds: one set of all facts, or the edited model again and again.",
     "memory": "Peak memory over the number of edits, one graph beside the decomposed step (Fig. 10).",
+    "recipes": "MALMEN with other settings, those of experiment.recipes, beside MALMEN as it is.",
     "failures": "Rows where the edit, the rephrasing or an unrelated answer went wrong, with the texts.",
 }
 
@@ -44,6 +46,10 @@ def _run(
     kinds: tuple[str, ...], preset: str, overrides: list[str] | None, out: Path, address: str | None
 ) -> list[Path]:
     settings = load_experiment(preset, overrides or [])
+    if "recipes" in kinds and not settings.recipes:
+        if len(kinds) == 1:
+            raise UsageError("no recipes to compare: name a preset that has some, or set experiment.recipes")
+        kinds = tuple(kind for kind in kinds if kind != "recipes")
     from malmen.tune.experiments.runner import run_experiments
 
     with _progress() as listener:
@@ -96,16 +102,16 @@ def report(
 ) -> None:
     """All experiments, and one page that shows them."""
     began = time.perf_counter()
-    _run(KINDS, preset, overrides, out, address)
+    written = _run(KINDS, preset, overrides, out, address)
     import json
 
     from malmen.tune.experiments.findings import findings
     from malmen.tune.experiments.report import write_report
 
-    path = write_report(out.absolute())
-    found = {kind: json.loads((out / "results" / f"{kind}.json").read_text(encoding="utf-8")) for kind in KINDS}
+    page = write_report(out.absolute())
+    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in written}
     told = [{"expected": text, "holds": held} for text, held in findings(found)]
-    _show({"report": str(path), "seconds": round(time.perf_counter() - began, 1), "findings": told}, as_json)
+    _show({"report": str(page), "seconds": round(time.perf_counter() - began, 1), "findings": told}, as_json)
 
 
 def _show(found: dict[str, Any], as_json: bool) -> None:

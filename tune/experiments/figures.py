@@ -154,10 +154,18 @@ def _memory(found: dict[str, Any]) -> Figure:
     return figure
 
 
+def _recipes(found: dict[str, Any]) -> Figure:
+    """The largest number of edits, where they differ most; the others are in the table."""
+    most = max(row["edits"] for row in found["rows"])
+    rows = [row for row in found["rows"] if row["edits"] == most]
+    return _bars({**found, "rows": rows}, [row["label"] for row in rows], f"Other settings, {most} edits")
+
+
 _MAKERS: dict[str, Callable[[dict[str, Any]], Figure]] = {
     "scaling": _scaling,
     "ablation": _ablation,
     "rounds": _rounds,
     "cancellation": _cancellation,
     "memory": _memory,
+    "recipes": _recipes,
 }

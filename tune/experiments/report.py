@@ -48,6 +48,10 @@ _TEXTS = {
         "solves for all of them, as the endpoint does: the same as at once. `again` edits the edited model, which adds "
         "up shifts that know nothing of each other.",
     ),
+    "recipes": (
+        "Other settings of MALMEN",
+        "Not in the paper: what was tried beyond it. Settings and names are in the experiment's settings below.",
+    ),
     "memory": (
         "Memory (Fig. 10)",
         "In the paper, on GPT-2, MEND-style training runs out of a GPU's memory while MALMEN's grows slowly up to "

@@ -14,7 +14,7 @@ from malmen.files import whole_file
 from malmen.tune.experiments.cells import Cell, Cells
 from malmen.tune.experiments.figures import draw
 from malmen.tune.experiments.settings import ExperimentConfig
-from malmen.tune.experiments.variants import ROUNDS, Variant, ablation, cancelling, method_variant
+from malmen.tune.experiments.variants import ROUNDS, Variant, ablation, cancelling, method_variant, recipe
 
 NUMBERS = (
     "edit_success", "generalization_success", "locality_success", "locality_agreement",
@@ -79,6 +79,12 @@ def _cancellation(settings: ExperimentConfig, config: Config, store: Cells) -> d
     return {"rows": [_row(store, variant, settings, edits) for variant in variants for edits in settings.edits]}
 
 
+def _recipes(settings: ExperimentConfig, config: Config, store: Cells) -> dict[str, Any]:
+    variants = [method_variant("malmen", config), *(recipe(name, settings, config) for name in settings.recipes)]
+    rows = [_row(store, variant, settings, edits) for edits in settings.edits for variant in variants]
+    return {"rows": rows, "recipes": settings.recipes}
+
+
 def _rounds(settings: ExperimentConfig, config: Config, store: Cells) -> dict[str, Any]:
     rows = []
     for name, ways in ROUNDS.items():
@@ -117,4 +123,5 @@ _MAKERS = {
     "rounds": _rounds,
     "memory": _memory,
     "failures": _failures,
+    "recipes": _recipes,
 }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, ValidationError, field_validator
 
@@ -12,7 +13,7 @@ from malmen.config import Section, describe_settings, explain, read_override, re
 from malmen.errors import UsageError
 
 PRESETS = Path(__file__).parent / "presets"
-KINDS = ("scaling", "ablation", "cancellation", "rounds", "memory", "failures")
+KINDS = ("scaling", "ablation", "cancellation", "rounds", "memory", "failures", "recipes")
 PREFIX = "experiment."
 Ablation = Literal["sum", "no_regularisation", "other_ffn", "other_tokens"]
 
@@ -29,6 +30,9 @@ class ExperimentConfig(Section):
         default=["sum", "no_regularisation", "other_ffn", "other_tokens"], description="changes of MALMEN"
     )
     ablation_edits: int = Field(default=256, gt=0, description="edits at which they are compared")
+    recipes: dict[str, dict[str, Any]] = Field(
+        default={}, description="other settings of the editor, as NAME: {section.key: value}, compared by `recipes`"
+    )
     rounds: int = Field(default=8, gt=1, description="rounds of sequential editing, together ablation_edits edits")
     memory_edits: list[int] = Field(default=[32, 64, 128, 256, 512], description="edits of a step whose peak is taken")
     memory_gb: float = Field(default=4.0, gt=0, description="a step that needs more counts as having run out")
@@ -43,6 +47,17 @@ class ExperimentConfig(Section):
         if unknown := set(methods) - set(METHODS):
             raise ValueError(f"there is no method {', '.join(sorted(unknown))}; the methods are {', '.join(METHODS)}")
         return methods
+
+    @field_validator("recipes")
+    @classmethod
+    def _named(cls, recipes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        taken = {*METHODS, *get_args(Ablation)}
+        if wrong := [name for name in recipes if not re.fullmatch("[a-z0-9_]+", name) or name in taken]:
+            raise ValueError(
+                f"{', '.join(map(repr, wrong))} cannot be the name of a recipe: expected small letters, digits and _, "
+                f"and none of {', '.join(sorted(taken))}"
+            )
+        return recipes
 
 
 def load_experiment(preset: str, overrides: list[str]) -> ExperimentConfig:

@@ -10,7 +10,7 @@ from typing import Any
 
 from malmen.baselines.mend import mend_config
 from malmen.baselines.rivals import UNTRAINED
-from malmen.config import Config
+from malmen.config import Config, full_key, parse_config, set_key
 from malmen.tune.experiments.settings import Ablation, ExperimentConfig
 
 LABELS = {
@@ -53,7 +53,7 @@ class Variant:
             return f"{editor.ffn} FC of the FFN"
         if self.name == "other_tokens":
             return "all tokens" if editor.tokens == "all" else "answer tokens only"
-        return LABELS[self.name]
+        return LABELS.get(self.name) or self.name.replace("_", " ")  # a recipe's name is its own
 
 
 def method_variant(name: str, config: Config) -> Variant:
@@ -83,10 +83,18 @@ def cancelling(config: Config) -> list[Variant]:
     ]
 
 
+def recipe(name: str, settings: ExperimentConfig, config: Config) -> Variant:
+    """MALMEN with other settings."""
+    raw = config.model_dump(mode="json")
+    for key, value in settings.recipes[name].items():
+        set_key(raw, full_key(key), value)
+    return Variant(name, parse_config(raw, f"the recipe {name!r}"))
+
+
 def all_variants(settings: ExperimentConfig, config: Config, kinds: set[str]) -> Iterator[Variant]:
     """Those that some experiments need, each once."""
     names = list(settings.methods) if kinds & {"scaling", "failures"} else []
-    wanted = ["malmen"] if kinds & {"ablation", "rounds"} else []
+    wanted = ["malmen"] if kinds & {"ablation", "rounds", "recipes"} else []
     if "rounds" in kinds:
         wanted += [name for name in ROUNDS if name in settings.methods]
     names += [name for name in dict.fromkeys(wanted) if name not in names]
@@ -95,3 +103,5 @@ def all_variants(settings: ExperimentConfig, config: Config, kinds: set[str]) ->
         yield from cancelling(config)
     if "ablation" in kinds:
         yield from (ablation(name, config) for name in settings.ablations)
+    if "recipes" in kinds:
+        yield from (recipe(name, settings, config) for name in settings.recipes)

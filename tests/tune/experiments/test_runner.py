@@ -15,6 +15,7 @@ from malmen.tune.experiments.cells import Cell, Cells, cells_of
 from malmen.tune.experiments.figures import draw
 from malmen.tune.experiments.memory import measure_memory
 from malmen.tune.experiments.report import write_report
+from malmen.tune.experiments.results import write_results
 from malmen.tune.experiments.runner import ExperimentListener, base_config, run_experiments
 from malmen.tune.experiments.settings import ExperimentConfig, load_experiment
 from malmen.tune.experiments.variants import Variant, all_variants, method_variant
@@ -94,6 +95,20 @@ def test_a_cell_is_the_same_edit_made_by_hand(settings: ExperimentConfig, tmp_pa
     shifts = FineTune(lm, config).edit(lm, edits_of(records)).shifts
     scores = evaluate(lm, records, shifts, config, generate=False).scores()
     assert found is not None and found["scores"] == scores
+
+
+def test_recipes_stand_beside_malmen_as_it_is(settings: ExperimentConfig, tmp_path: Path) -> None:
+    chosen = settings.model_copy(update={"seeds": [0], "recipes": {"less_damping": {"editor.damping": 0.01}}})
+    config = base_config(chosen)
+    for variant in all_variants(chosen, config, {"recipes"}):
+        work.do_cells(variant, 0, list(cells_of(variant, 0, chosen, {"recipes"})), chosen, tmp_path)
+    (path,) = write_results(chosen, config, tmp_path, ["recipes"])
+    found = json.loads(path.read_text())
+    assert [(row["label"], row["edits"]) for row in found["rows"]] == [
+        ("MALMEN", 2), ("less damping", 2), ("MALMEN", 4), ("less damping", 4),
+    ]  # fmt: skip
+    assert found["rows"][0]["mean_residual"]["mean"] > found["rows"][1]["mean_residual"]["mean"]
+    assert path.with_suffix(".png").exists() and found["recipes"] == chosen.recipes
 
 
 def test_what_fails_is_kept_as_an_error_and_the_others_go_on(settings: ExperimentConfig, tmp_path: Path) -> None:

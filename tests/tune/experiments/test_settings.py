@@ -31,6 +31,8 @@ def test_settings_of_the_config_and_of_the_experiment_are_told_apart() -> None:
         (["experiment.seed=1"], "unknown key 'seed'"),
         (["experiment.ablations=[nothing]"], "ablations.0"),
         (["experiment.seeds=[]"], "seeds"),
+        (["experiment.recipes={malmen: {}}"], "'malmen' cannot be the name of a recipe"),
+        (["experiment.recipes={a/b: {}}"], "'a/b' cannot be the name of a recipe"),
     ],
 )
 def test_wrong_settings_are_told(overrides: list[str], message: str) -> None:
@@ -39,7 +41,7 @@ def test_wrong_settings_are_told(overrides: list[str], message: str) -> None:
 
 
 def test_an_unknown_preset_is_told_with_those_there_are() -> None:
-    with pytest.raises(UsageError, match=r"no preset 'moon'.*default, fast, world"):
+    with pytest.raises(UsageError, match=r"no preset 'moon'.*beyond, default, fast, world"):
         load_experiment("moon", [])
 
 
@@ -55,3 +57,18 @@ def test_variants_differ_in_one_thing_and_those_that_do_not_share_an_editor() ->
     assert ablation("other_ffn", config).config.editor.ffn == "first"
     assert ablation("other_tokens", config).label() == "all tokens"
     assert not method_variant("ft", config).trained
+
+
+def test_a_recipe_is_malmen_with_these_settings_and_the_rest_as_it_was() -> None:
+    settings = load_experiment("world", ["experiment.recipes={slower: {meta_lr: 0.5, training.warmup_steps: 3}}"])
+    config = base_config(settings)
+    plain, slower = all_variants(settings, config, {"recipes"})
+    assert (plain.name, slower.name, slower.label()) == ("malmen", "slower", "slower")
+    changed = config.training.model_copy(update={"meta_lr": 0.5, "warmup_steps": 3})
+    assert slower.config == config.model_copy(update={"training": changed})
+
+
+def test_a_recipe_with_an_unknown_setting_is_told_before_anything_runs() -> None:
+    settings = load_experiment("world", ["experiment.recipes={odd: {training.metalr: 0.5}}"])
+    with pytest.raises(UsageError, match=r"the recipe 'odd': unknown key 'training.metalr'"):
+        list(all_variants(settings, base_config(settings), {"recipes"}))
