@@ -113,7 +113,7 @@ def test_the_gradients_of_a_half_precision_model_are_summed_in_single_precision(
     ],
 )
 def test_both_learning_rates_rise_and_fall_as_the_config_says(settings: dict[str, object], shares: list[float]) -> None:
-    setup = make_setup("decoder", training={"meta_lr": 0.01, "scalar_lr": 0.1, **settings})
+    setup = make_setup("gpt2", training={"meta_lr": 0.01, "scalar_lr": 0.1, **settings})
     seen = []
     for _ in shares:
         meta_step(setup.lm, setup.editor, _batch(setup))
