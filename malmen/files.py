@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-from malmen.errors import EditError
+from malmen.errors import EditError, UsageError
+
+
+@contextmanager
+def at_work(place: str | Path) -> Iterator[None]:
+    """One command at a time on this machine writes to a folder; UsageError for the second. Its death ends its claim."""
+    if "://" in str(place):  # another machine may be at work there: nothing here can tell
+        yield
+        return
+    name = hashlib.sha256(os.fsencode(os.path.realpath(place))).hexdigest()[:32]
+    claims = Path(tempfile.gettempdir()) / f"malmen-at-work-{os.getuid()}"
+    claims.mkdir(exist_ok=True)
+    claim = FileLock(claims / name, timeout=0)
+    try:
+        claim.acquire()
+    except Timeout as error:
+        raise UsageError(f"another command is at work in {place}: wait for it, or choose another --out") from error
+    try:
+        yield
+    finally:
+        claim.release()
 
 
 def whole_file(path: Path, text: str) -> None:

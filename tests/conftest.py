@@ -14,6 +14,18 @@ SUPPORT = str(Path(__file__).parent / "support")
 Run = Callable[..., tuple[int, str, str]]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--half", choices=("ray", "rest"), help="only the tests with Ray, or only those without")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    half = config.getoption("--half")
+    if half is not None:
+        left_out = [item for item in items if (item.get_closest_marker("ray") is not None) != (half == "ray")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     """Small tensors are slower on several threads."""

@@ -24,6 +24,7 @@ from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, TrialSch
 
 from malmen.config import Config, parse_config
 from malmen.errors import EditError, UsageError
+from malmen.files import at_work
 from malmen.lm import load_skeleton
 from malmen.platform.cluster import Roles, check_room, connected, size_roles
 from malmen.platform.mlflow_store import absolute
@@ -59,10 +60,17 @@ def sweep(
     listener: SweepListener | None = None,
 ) -> SweepResult:
     """Try a space; an unfinished sweep of the same config and space in `out` is gone on with."""
-    start, listener = time.perf_counter(), listener or SweepListener()
     config, grace = with_evaluations(config, space)
     check_space(config, space, load_skeleton(config.model)[0])
     folder = SweepFolder(_place(out))
+    with at_work(folder.path):
+        return _sweep(config, space, grace, folder, address, listener or SweepListener())
+
+
+def _sweep(
+    config: Config, space: SweepConfig, grace: int, folder: SweepFolder, address: str | None, listener: SweepListener
+) -> SweepResult:
+    start = time.perf_counter()
     with connected(address, config.cluster) as own:
         roles = size_roles(config.cluster, own=own)
         config = _for_trials(config, folder, roles)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,8 +9,8 @@ import torch
 from full_disk import full_disk
 from safetensors.torch import save_file
 
-from malmen.errors import EditError
-from malmen.files import check_replaceable, remove_folder, whole_file, whole_folder
+from malmen.errors import EditError, UsageError
+from malmen.files import at_work, check_replaceable, remove_folder, whole_file, whole_folder
 
 
 def _content(folder: Path) -> dict[str, bytes | None]:
@@ -124,3 +126,35 @@ def test_a_removal_that_breaks_off_leaves_no_part_of_the_folder_in_its_place(
         remove_folder(target)
     monkeypatch.undo()
     assert not target.exists()
+
+
+_HOLD = """
+import sys
+from malmen.files import at_work
+with at_work(sys.argv[1]):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_command_is_told_that_one_is_at_work_until_that_one_ends_or_is_killed(tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOLD, str(place)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        with pytest.raises(UsageError, match=r"another command is at work in .*run: wait for it"), at_work(place):
+            pass
+        with at_work(tmp_path / "elsewhere"):
+            pass
+        other.kill()
+    with at_work(place):
+        pass
+    assert not place.exists()  # nothing of it lies in the folder
+
+
+def test_an_error_inside_ends_the_claim(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="inside"), at_work(tmp_path):
+        raise ValueError("inside")
+    with at_work(tmp_path):
+        pass

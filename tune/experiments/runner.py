@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 
 from malmen.config import Config, load_config, parse_config
 from malmen.errors import EditError, UsageError
-from malmen.files import whole_file
+from malmen.files import at_work, whole_file
 from malmen.platform.cli_options import resolve_config
 from malmen.platform.cluster import connected
 from malmen.platform.tracking import Tracker
@@ -75,6 +75,14 @@ def run_experiments(
     for group in groups:
         needed = max(cell.edits for cell in group.cells)
         check_enough(validation_records(group.variant.seeded(group.seed)), needed)
+    with at_work(folder):
+        return _run(settings, wanted, config, folder, groups, address, listener)
+
+
+def _run(
+    settings: ExperimentConfig, wanted: set[str], config: Config, folder: Path, groups: Sequence[Group],
+    address: str | None, listener: ExperimentListener,
+) -> list[Path]:  # fmt: skip
     begin_folder(folder, settings, config)
     with Tracker.start(config, str(folder), {"malmen.experiment": ",".join(sorted(wanted))}) as tracker:
         lost = _run_groups(groups, settings, folder, config, address, listener)
