@@ -17,7 +17,6 @@ from malmen.editor import Editor, seeded_editor
 from malmen.errors import EditError
 from malmen.evaluate import Evaluation, evaluate
 from malmen.facts import fact_encoder
-from malmen.files import at_work
 from malmen.layers import find_layers
 from malmen.lm import LanguageModel, load_lm
 from malmen.meta import StepReport, meta_step
@@ -46,14 +45,6 @@ def train(
     on_evaluation: Callable[[int, dict[str, Any]], None] | None = None,
 ) -> TrainingRun:
     """Train an editor into `folder`; an unfinished run of the same config there is gone on with, to the same θ."""
-    with at_work(folder):
-        return _train(config, folder, resume, lm, on_step or (lambda _step, _report: None), on_evaluation)
-
-
-def _train(
-    config: Config, folder: Path, resume: bool, lm: LanguageModel | None,
-    on_step: Callable[[int, StepReport], None], on_evaluation: Callable[[int, dict[str, Any]], None] | None,
-) -> TrainingRun:  # fmt: skip
     start = time.perf_counter()
     opened = RunFolder.open(folder, config, resume=resume)
     lm = lm or load_lm(config.model)
@@ -74,7 +65,8 @@ def _train(
         report = meta_step(lm, editor, sampler.batch(editor.steps_done), caches)
         step = editor.steps_done
         row: dict[str, Any] = {"step": step, **vars(report)}
-        on_step(step, report)
+        if on_step:
+            on_step(step, report)
         every, scores = config.training.eval_every, {}
         if every and step % every == 0 and step < config.training.steps:
             scores = evaluate_editor(lm, editor, records, config, generate=False).scores()

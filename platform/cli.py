@@ -15,6 +15,7 @@ import typer
 
 from malmen import __version__
 from malmen.errors import EditError, UsageError
+from malmen.files import at_work
 from malmen.platform.cli_classifier import app as classifier_app
 from malmen.platform.cli_editor import edit, evaluate, generate
 from malmen.platform.cli_export import export
@@ -62,7 +63,8 @@ def train(
     settings = load_config(resolve_config(config), overrides or [], given)
     if local and address:
         raise UsageError("--local and --address exclude each other")
-    (_train_local if local else _train_platform)(settings, out, resume, address, as_json)
+    with at_work(out):
+        (_train_local if local else _train_platform)(settings, out, resume, address, as_json)
 
 
 def _train_local(settings: Config, out: str, resume: bool, _address: str | None, as_json: bool) -> None:
@@ -114,7 +116,8 @@ def quickstart(
     """Meta-train on the built-in world, edit held-out facts, show before and after."""
     from malmen.platform.quickstart import run_quickstart
 
-    run_quickstart(resolve_config("builtin"), overrides or [], out, as_json=as_json)
+    with at_work(out):
+        run_quickstart(resolve_config("builtin"), overrides or [], out, as_json=as_json)
 
 
 @app.command("plan")

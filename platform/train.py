@@ -26,7 +26,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from malmen.checkpoint_files import read_state
 from malmen.config import Config
 from malmen.errors import EditError, RunStopped, UsageError
-from malmen.files import at_work
 from malmen.layers import LayerSpec, find_layers
 from malmen.lm import load_skeleton
 from malmen.meta import StepReport
@@ -83,32 +82,25 @@ def train(
 
     `parent` is the MLflow run that this one belongs to, if any. `register`: the editor goes into the model registry.
     """
+    start, listener = time.perf_counter(), listener or Listener()
     layers = _layers(config)
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and "://" not in str(out) and not Path(out).is_absolute():
         raise UsageError(
             f"--out {out} would lie in the Ray job's temporary copy of the working directory: give a whole path"
         )
     out = out if "://" in str(out) else Path(out).absolute()  # the workers have other working directories
-    with at_work(out):
-        folder = RunFolder.open(out, config, resume=resume)
-        return _train_in(folder, config, layers, address, listener or Listener(), parent, register)
-
-
-def _train_in(
-    folder: RunFolder, config: Config, layers: list[LayerSpec], address: str | None, listener: Listener,
-    parent: str | None, register: bool,
-) -> TrainedEditor:  # fmt: skip
-    start = time.perf_counter()
+    folder = RunFolder.open(out, config, resume=resume)
     tags = {"data": data_fingerprint(config), "run": str(folder.store.location)}
     with connected(address, config.cluster) as own:
         roles = size_roles(config.cluster, own=own)
         check_room(config.cluster, roles)
-        with Tracker.start(config, str(folder.store.location), tags, folder.facts.get("mlflow_run"), parent) as tracker:
+        with Tracker.start(config, str(out), tags, folder.facts.get("mlflow_run"), parent) as tracker:
             folder.begin({"mlflow_run": tracker.run_id})
             if folder.steps_done:
                 listener.event(f"going on from step {folder.steps_done} of {folder.store.location}")
             _run(config, layers, roles, folder, tracker, listener)
-            return _finish(config, folder, tracker, time.perf_counter() - start, register)
+            trained = _finish(config, folder, tracker, time.perf_counter() - start, register)
+    return trained
 
 
 def _layers(config: Config) -> list[LayerSpec]:

@@ -10,7 +10,7 @@ from typing import Any
 from ray.tune import Callback
 
 from malmen.config import Config
-from malmen.platform.mlflow_store import brief, connect, shown, store_errors
+from malmen.platform.mlflow_store import brief, connect, find_experiment, shown, store_errors
 from malmen.platform.watcher import DRIVER_TAG
 from malmen.run_folder import run_facts
 from malmen.tune.record import SweepFolder, TrialRecord
@@ -74,18 +74,27 @@ class Follower(Callback):
         if record.tracking_run is None:  # it was lost before its first evaluation
             record = replace(record, tracking_run=run_facts(self.folder.trial_path(record.number)).get("mlflow_run"))
         self.folder.put(record)
-        end_tracking_run(self.config, record)
-        self.listener.ended(record)
+        self.listener.ended(end_tracking_run(self.config, self.folder, record))
 
 
-def end_tracking_run(config: Config, record: TrialRecord) -> None:
-    """A trial's MLflow run ends as its trial did, whatever its process still does; with what it is compared by."""
-    if record.tracking_run is None or not config.tracking.enabled:
-        return
+def end_tracking_run(config: Config, folder: SweepFolder, record: TrialRecord) -> TrialRecord:
+    """A trial's MLflow run ends as its trial did, whatever its process still does; with what it is compared by.
+
+    One that failed before its training had a run gets one here, so that every trial is found there.
+    """
+    if not config.tracking.enabled:
+        return record
     uri = config.tracking.uri
     assert uri is not None
     try:
         client = connect(uri)
+        if record.tracking_run is None:
+            parent = folder.load()[2].get("mlflow_run")
+            experiment = find_experiment(client, config.tracking.experiment, uri)
+            tags = {DRIVER_TAG: SWEEP_DRIVER, **({"mlflow.parentRunId": parent} if parent else {})}
+            run = client.create_run(experiment, tags=tags, run_name=folder.trial_path(record.number).name)
+            record = replace(record, tracking_run=run.info.run_id)
+            folder.put(record)
         client.set_tag(record.tracking_run, DRIVER_TAG, SWEEP_DRIVER)
         client.set_terminated(record.tracking_run, "FAILED" if record.status == "failed" else "FINISHED")
         tags = {"number": record.number, "status": record.status, "why": record.why, **record.params}
@@ -95,3 +104,4 @@ def end_tracking_run(config: Config, record: TrialRecord) -> None:
             client.log_metric(record.tracking_run, "sweep/score", record.last.score, step=record.last.step)
     except store_errors() as error:
         logger.warning("trial %d could not be ended in %s: %s", record.number, shown(uri), brief(error))
+    return record

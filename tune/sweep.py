@@ -121,7 +121,7 @@ def _run_trials(
     total = number_of_trials(space)
     ended = _ended(folder, total)
     for trial in ended:  # the sweep may have been killed before it did
-        end_tracking_run(config, trial)
+        end_tracking_run(config, folder, trial)
     if len(ended) == total:  # only what comes after the trials was interrupted
         return
     concurrent = min(total, space.concurrent or room)

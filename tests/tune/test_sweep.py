@@ -147,14 +147,18 @@ def test_mlflow_holds_one_ended_run_for_each_trial_below_the_sweeps(swept: Sweep
     found = runs(home)
     parent = found.pop("sweep")
     assert parent.info.run_id == swept.tracking_run and parent.info.status == "FINISHED"
-    # Of those that failed, one raised before it had a run, and the others never began one.
+    # Of those that failed, one raised before its training had a run, and the others never began one.
     assert {name: run.info.status for name, run in found.items()} == {
-        "trial-0000": "FINISHED",
+        "trial-0000": "FINISHED", "trial-0001": "FAILED", "trial-0002": "FAILED", "trial-0003": "FAILED",
         "trial-0004": "FINISHED",
+    }  # fmt: skip
+    assert all(run.data.tags["mlflow.parentRunId"] == parent.info.run_id for run in found.values())
+    assert {found[f"trial-{trial.number:04d}"].info.run_id for trial in swept.trials} == {
+        trial.tracking_run for trial in swept.trials
     }
+    assert "/nowhere/model" in found["trial-0002"].data.tags["sweep.why"]
     for number, status in ((0, "finished"), (4, "stopped")):
         run = found[f"trial-{number:04d}"]
-        assert run.data.tags["mlflow.parentRunId"] == parent.info.run_id
         assert (run.data.tags["sweep.status"], run.data.tags["sweep.layers"]) == (status, TRIALS[number]["layers"])
         assert run.data.metrics["sweep/score"] == pytest.approx(swept.trials[number].last.score)  # type: ignore[union-attr]
         assert run.data.params["training.locality_coef"] == str(TRIALS[number][COEF])
