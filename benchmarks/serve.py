@@ -11,6 +11,7 @@ latencies (docs/serving.md has those too). GPT-2's shape has random weights: rig
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -145,13 +146,18 @@ def writers(service: EditService, facts: Facts, counts: list[int]) -> dict[str, 
 
 
 def reading(service: EditService, reader: Reader, times: int) -> dict[str, Any]:
-    """Answers of 16 tokens to 8 prompts at once: unedited, edited, and of two versions mixed."""
+    """Answers of up to 16 tokens to 8 prompts at once: unedited, edited, and of two versions mixed.
+
+    Answers of other versions may be longer or shorter, so what is compared is the time of one token of all of them.
+    """
     versions = [version.shifts for version in service.ledger.versions(2)]
     prompts = [fact.prompt for fact in make_facts(8)]
 
-    def ask(*shifts: str | None) -> None:
+    def ask(*shifts: str | None) -> float:
         rows = [Prompt(text, shifts[index % len(shifts)], Sampling(16)) for index, text in enumerate(prompts)]
-        reader.answer(rows)
+        began, steps = time.perf_counter(), itertools.count()
+        reader.answer(rows, lambda _answers: next(steps))
+        return (time.perf_counter() - began) / next(steps)
 
     ways = {"unedited": (None,), "edited": (versions[0],), "two versions": tuple(versions)}
     found: dict[str, Any] = {name: [] for name in ways}
@@ -159,13 +165,11 @@ def reading(service: EditService, reader: Reader, times: int) -> dict[str, Any]:
         ask(*shifts)
     for _ in range(times):  # in turn, because the machine's speed changes
         for name, shifts in ways.items():
-            began = time.perf_counter()
-            ask(*shifts)
-            found[name].append(time.perf_counter() - began)
+            found[name].append(ask(*shifts))
     medians = {name: statistics.median(runs) for name, runs in found.items()}
     held = reader.memory()
     return {
-        "seconds": medians,
+        "seconds_per_token": medians,
         "overhead": {name: medians[name] / medians["unedited"] - 1 for name in ways if name != "unedited"},
         "bytes_per_version": held["bytes"] // max(held["versions"], 1),
     }
