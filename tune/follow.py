@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray.tune import Callback
 
@@ -14,6 +14,9 @@ from malmen.platform.mlflow_store import brief, connect, find_experiment, shown,
 from malmen.platform.watcher import DRIVER_TAG
 from malmen.run_folder import run_facts
 from malmen.tune.record import SweepFolder, TrialRecord
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 logger = logging.getLogger(__name__)
 
@@ -88,20 +91,25 @@ def end_tracking_run(config: Config, folder: SweepFolder, record: TrialRecord) -
     assert uri is not None
     try:
         client = connect(uri)
+        run = record.tracking_run or _new_run(client, config, uri, folder, record)
         if record.tracking_run is None:
-            parent = folder.load()[2].get("mlflow_run")
-            experiment = find_experiment(client, config.tracking.experiment, uri)
-            tags = {DRIVER_TAG: SWEEP_DRIVER, **({"mlflow.parentRunId": parent} if parent else {})}
-            run = client.create_run(experiment, tags=tags, run_name=folder.trial_path(record.number).name)
-            record = replace(record, tracking_run=run.info.run_id)
+            record = replace(record, tracking_run=run)
             folder.put(record)
-        client.set_tag(record.tracking_run, DRIVER_TAG, SWEEP_DRIVER)
-        client.set_terminated(record.tracking_run, "FAILED" if record.status == "failed" else "FINISHED")
+        client.set_tag(run, DRIVER_TAG, SWEEP_DRIVER)
+        client.set_terminated(run, "FAILED" if record.status == "failed" else "FINISHED")
         tags = {"number": record.number, "status": record.status, "why": record.why, **record.params}
         for name, value in tags.items():
-            client.set_tag(record.tracking_run, f"sweep.{name}", str(value))
+            client.set_tag(run, f"sweep.{name}", str(value))
         if record.last is not None:
-            client.log_metric(record.tracking_run, "sweep/score", record.last.score, step=record.last.step)
+            client.log_metric(run, "sweep/score", record.last.score, step=record.last.step)
     except store_errors() as error:
         logger.warning("trial %d could not be ended in %s: %s", record.number, shown(uri), brief(error))
     return record
+
+
+def _new_run(client: MlflowClient, config: Config, uri: str, folder: SweepFolder, record: TrialRecord) -> str:
+    parent = folder.load()[2].get("mlflow_run")
+    tags = {DRIVER_TAG: SWEEP_DRIVER, **({"mlflow.parentRunId": parent} if parent else {})}
+    experiment = find_experiment(client, config.tracking.experiment, uri)
+    run = client.create_run(experiment, tags=tags, run_name=folder.trial_path(record.number).name)
+    return str(run.info.run_id)
