@@ -158,6 +158,11 @@ def load_lm(config: ModelConfig | str) -> LanguageModel:
             f"the model {config.name!r} has no weights for {missing}: they would be random; "
             "a classifier needs its fine-tuned head, see docs/models.md"
         )
+    if {"cpu", "disk"} & set(getattr(model, "hf_device_map", {}).values()):
+        raise EditError(
+            f"model.device is `split`, but the {torch.cuda.device_count()} GPUs that this process sees do not hold "
+            f"{config.name!r}: give it more of them (cluster.lm_gpus, reader.gpus), or a smaller model.dtype"
+        )
     return LanguageModel(model if placed else model.to(device), tokenizer, kind)
 
 

@@ -51,8 +51,12 @@ def check_method(method: str | None, editor: str | None, config: str | None, ove
         raise UsageError(f"there is no method {method!r}; the methods are {', '.join(METHODS)}")
     if (method is None or method in TRAINED) and editor is None:
         raise UsageError(f"--method {method or 'malmen'} needs a trained editor: --editor RUN")
-    if (method is None or method in TRAINED) and (config or overrides):
-        raise UsageError("a trained editor brings its own settings: --config and key=value are for other methods")
+    elsewhere = all(override.startswith(("model.device=", "model.dtype=")) for override in overrides)
+    if (method is None or method in TRAINED) and (config or not elsewhere):
+        raise UsageError(
+            "a trained editor brings its own settings: --config and key=value are for other methods, "
+            "but for model.device and model.dtype"
+        )
     if config and editor:
         raise UsageError("--config and --editor exclude each other: the settings are those of one of them")
 

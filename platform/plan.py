@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from malmen.config import Config
+from malmen.devices import SPLIT
 from malmen.layers import LayerSpec
 from malmen.platform.plan_data import Pools, StepFacts, find_pools, step_facts
 from malmen.platform.plan_hypernet import RehearsedHypernet, rehearse_hypernet
@@ -224,7 +225,7 @@ def find_devices(config: Config) -> tuple[str, str]:
     if name == "cpu":
         return "cpu", "cpu"
     gpus = torch.cuda.is_available() if cluster.lm_gpus is None else cluster.lm_gpus > 0
-    lm = "cuda" if name.startswith("cuda") or gpus else "cpu"
+    lm = "cuda" if name.startswith(("cuda", SPLIT)) or gpus else "cpu"
     actors = lm == "cuda" if cluster.hypernet_gpus is None else cluster.hypernet_gpus > 0
     return lm, "cuda" if actors else "cpu"
 

@@ -103,6 +103,8 @@ def step_facts(config: Config, pools: Pools) -> StepFacts:
     if training.include_edit:
         equivalents = [edit + some for edit, some in zip(pools.edits, equivalents, strict=True)]
     unrelated = [pool[: training.unrelated_per_edit] for pool in pools.unrelated]
+    if training.locality_tokens == "all":
+        unrelated = [[fact.throughout() for fact in pool] for pool in unrelated]
     by_role = {"edits": pools.edits, "equivalents": pools.equivalents, "unrelated": pools.unrelated}
     return StepFacts(
         _repeat(pools.edits, training.num_edits),

@@ -125,6 +125,14 @@ def rehearse_lm(config: Config, planned: PlannedLM, facts: StepFacts, device: st
 # --- stages ------------------------------------------------------------------------------------------
 
 
+class _Places(tuple[Tensor, Tensor]):
+    """Row and column of each place that a mask would have: an index like it, on the meta device already."""
+
+    def to(self, _device: torch.device) -> _Places:
+        """The same."""
+        return self
+
+
 class _Rehearsed(TokenBatch):
     """A batch of shapes: places instead of masks, because nothing can be counted in a mask without numbers."""
 
@@ -164,7 +172,7 @@ def _largest(facts: Sequence[EncodedFact], config: Config, found: RehearsedLM) -
 def _shapes(batch: TokenBatch) -> TokenBatch:
     def places(mask: Tensor) -> Any:
         one = torch.zeros(int(mask.sum()), dtype=torch.long, device="meta")
-        return (one, one)
+        return _Places((one, one))
 
     inputs = {name: tensor.to("meta") for name, tensor in batch.inputs.items()}
     masks = {stack: places(mask) for stack, mask in batch.masks.items()}

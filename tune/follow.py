@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ray.tune import Callback
 
 from malmen.config import Config
+from malmen.errors import EditError
 from malmen.platform.mlflow_store import brief, connect, find_experiment, shown, store_errors
 from malmen.platform.watcher import DRIVER_TAG
 from malmen.run_folder import run_facts
@@ -102,7 +103,7 @@ def end_tracking_run(config: Config, folder: SweepFolder, record: TrialRecord) -
             client.set_tag(run, f"sweep.{name}", str(value))
         if record.last is not None:
             client.log_metric(run, "sweep/score", record.last.score, step=record.last.step)
-    except store_errors() as error:
+    except (*store_errors(), EditError) as error:  # EditError: e.g. somebody deleted the experiment meanwhile
         logger.warning("trial %d could not be ended in %s: %s", record.number, shown(uri), brief(error))
     return record
 

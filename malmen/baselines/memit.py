@@ -32,6 +32,8 @@ class Memit:
     def __init__(self, lm: LanguageModel, config: Config) -> None:
         if lm.kind != "decoder":
             raise EditError(f"MEMIT edits decoders, by their subjects' last tokens; this model is of kind {lm.kind}")
+        if len({parameter.device for parameter in lm.model.parameters()}) > 1:
+            raise EditError("MEMIT needs the whole model on one device; model.device=split is for the other methods")
         self.config, self.settings = config, config.baselines.memit
         self.layers = sorted(find_layers(lm.model, self.settings.layers, "second"), key=lambda layer: layer.block)
 

@@ -8,7 +8,8 @@ from accelerate import dispatch_model
 from tiny_models import make_setup, random_facts, tiny_lm
 from torch.testing import assert_close
 
-from malmen.config import ModelConfig
+from malmen.baselines.memit import Memit
+from malmen.config import Config, ModelConfig
 from malmen.data.tokens import make_batches
 from malmen.devices import resolve_device
 from malmen.errors import EditError, UsageError
@@ -79,3 +80,10 @@ def test_cutting_a_model_where_there_is_no_gpu_is_an_error_that_says_so() -> Non
 def test_an_unknown_device_is_named_with_what_there_is() -> None:
     with pytest.raises(UsageError, match=r"'gpu'.*`cuda:N` or `split`"):
         resolve_device(ModelConfig(device="gpu"))
+
+
+def test_memit_refuses_a_model_on_several_devices() -> None:
+    lm = tiny_lm("gpt2")
+    lm.model.get_submodule("transformer.ln_f").to("meta")
+    with pytest.raises(EditError, match="MEMIT needs the whole model on one device"):
+        Memit(lm, Config())

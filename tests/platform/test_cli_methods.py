@@ -65,6 +65,7 @@ def test_a_rival_is_evaluated_with_its_own_settings(malmen: Malmen) -> None:
         ([], "--method malmen needs a trained editor"),
         (["--editor", "x", "--config", "builtin", "--method", "ft"], "--config and --editor exclude each other"),
         (["--editor", "x", "seed=3"], "brings its own settings"),
+        (["--editor", "x", "model.device=cpu", "model.name=y"], "but for model.device and model.dtype"),
         (["--method", "ft", "baselines.ft.epoch=1"], "unknown key 'baselines.ft.epoch'"),
         (["--method", "ft", "--config", "nothing"], "no config 'nothing'"),
     ],
@@ -73,3 +74,17 @@ def test_wrong_usage_is_told(malmen: Malmen, facts: Path, tmp_path: Path, args: 
     code, _, said = malmen("edit", "--facts", facts, "--out", tmp_path / "edit", *args)
     assert code == 2 and message in said
     assert not (tmp_path / "edit").exists()
+
+
+@pytest.mark.slow
+def test_a_trained_editor_may_be_used_on_another_device_or_in_another_type(
+    malmen: Malmen, facts: Path, tmp_path: Path
+) -> None:
+    settings = ("training.steps=1", "training.num_edits=2", "editor.rank=4", "training.eval_edits=2")
+    assert malmen("train", "builtin", "--local", "--out", tmp_path / "run", *settings)[0] == 0
+    code, _, _ = malmen(
+        "edit", "--editor", tmp_path / "run", "--facts", facts, "--out", tmp_path / "edit", "--no-generate",
+        "model.device=cpu", "model.dtype=float64",
+    )  # fmt: skip
+    made = json.loads((tmp_path / "edit" / "edit.json").read_text())["model"]
+    assert code == 0 and (made["device"], made["dtype"]) == ("cpu", "float64")

@@ -7,27 +7,48 @@ The tests with Ray print as they run, the others' output follows. Fails if eithe
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import subprocess
 import sys
 import tempfile
 
 NOTHING_COLLECTED = 5
+ALONE = ("--pdb", "--lf", "--last-failed", "--ff", "--failed-first", "--sw", "--stepwise", "--junit", "--half")
 
 
 def main(args: list[str]) -> int:
+    """The exit code of both."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     command = [sys.executable, "-m", "pytest", "-m", "not chaos", *args]
+    if any(arg.startswith(ALONE) for arg in args):  # these need one terminal, or one list of what failed
+        return subprocess.call(command)
     with tempfile.TemporaryFile() as told:
-        rest = subprocess.Popen([*command, "--half", "rest"], stdout=told, stderr=subprocess.STDOUT)
+        ray = subprocess.Popen([*command, "--half", "ray"])
+        quiet = {"stdin": subprocess.DEVNULL, "stdout": told, "stderr": subprocess.STDOUT}
+        rest = subprocess.Popen([*command, "--half", "rest", "-o", "cache_dir=.pytest_cache/rest"], **quiet)
         try:
-            codes = [subprocess.call([*command, "--half", "ray"])]
-            codes.append(rest.wait())
+            codes = [ray.wait(), rest.wait()]
         finally:
-            rest.kill()
-        told.seek(0)
-        sys.stdout.buffer.write(told.read())
-        sys.stdout.flush()
-    ran = [code for code in codes if code != NOTHING_COLLECTED]
-    return max(ran, default=NOTHING_COLLECTED)
+            for half in (ray, rest):
+                end(half)
+            told.seek(0)
+            sys.stdout.buffer.write(told.read())
+            sys.stdout.flush()
+    return exit_code(codes)
+
+
+def end(half: subprocess.Popen[bytes]) -> None:
+    """After Ctrl-C it ends by itself, after some seconds by force."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        half.wait(10)
+    half.kill()
+
+
+def exit_code(codes: list[int]) -> int:
+    """The first that is not well; a half that a signal ended is not. No tests in one half is well, in both is not."""
+    ran = [128 - code if code < 0 else code for code in codes if code != NOTHING_COLLECTED]
+    return next((code for code in ran if code), 0) if ran else NOTHING_COLLECTED
 
 
 if __name__ == "__main__":

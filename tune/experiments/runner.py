@@ -30,8 +30,8 @@ from malmen.tune.experiments.work import do_cells
 _ABOUT = "experiment.json"
 # What may differ when a folder is gone on with: no number depends on it.
 _FREE = (
-    "experiment.cpus", "experiment.gpus", "experiment.settings", "experiment.config", "config.cluster.",
-    "config.tracking.", "config.batch.", "config.baselines.memit.cache_dir",
+    "experiment.cpus", "experiment.gpus", "experiment.settings", "experiment.recipes.", "experiment.config",
+    "config.cluster.", "config.tracking.", "config.batch.", "config.baselines.memit.cache_dir",
 )  # fmt: skip
 
 
@@ -112,10 +112,19 @@ def begin_folder(folder: Path, settings: ExperimentConfig, config: Config) -> No
     path = folder / _ABOUT
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
-        old = _flat(before)
+        known = ExperimentConfig.model_validate(before["experiment"])
+        old = _flat({
+            "experiment": known.model_dump(mode="json"),
+            "config": parse_config(before["config"], _ABOUT).model_dump(mode="json"),
+        })  # fmt: skip
         changed = [key for key, value in _flat(about).items() if old.get(key) != value and not key.startswith(_FREE)]
+        changed += [
+            f"recipe {name}" for name, recipe in settings.recipes.items() if known.recipes.get(name, recipe) != recipe
+        ]
         if changed:
             raise UsageError(f"{folder} holds experiments with another {', '.join(changed)}; choose another --out")
+        about["experiment"]["recipes"] = {**known.recipes, **settings.recipes}
+        whole_file(path, json.dumps(about, indent=1) + "\n")
         return
     if folder.exists() and any(not path.name.startswith(".writing-") for path in folder.iterdir()):
         raise UsageError(f"{folder} holds something else: choose another --out")

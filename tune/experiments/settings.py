@@ -14,6 +14,7 @@ from malmen.errors import UsageError
 
 PRESETS = Path(__file__).parent / "presets"
 KINDS = ("scaling", "ablation", "cancellation", "rounds", "memory", "failures", "recipes")
+CANCELLING = {"squares_answer": "least_squares", "sum_answer": "sum"}  # ways of merging that `cancellation` compares
 PREFIX = "experiment."
 Ablation = Literal["sum", "no_regularisation", "other_ffn", "other_tokens"]
 
@@ -51,12 +52,15 @@ class ExperimentConfig(Section):
     @field_validator("recipes")
     @classmethod
     def _named(cls, recipes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        taken = {*METHODS, *get_args(Ablation)}
+        taken = {*METHODS, *get_args(Ablation), *CANCELLING}
         if wrong := [name for name in recipes if not re.fullmatch("[a-z0-9_]+", name) or name in taken]:
             raise ValueError(
                 f"{', '.join(map(repr, wrong))} cannot be the name of a recipe: expected small letters, digits and _, "
                 f"and none of {', '.join(sorted(taken))}"
             )
+        for name, settings in recipes.items():
+            if nested := [key for key, value in settings.items() if isinstance(value, dict)]:
+                raise ValueError(f"the recipe {name!r} holds a section {nested[0]!r}; expected section.key: value")
         return recipes
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from malmen.baselines.mend import mend_config
 from malmen.baselines.rivals import UNTRAINED
-from malmen.config import Config, full_key, parse_config, set_key
-from malmen.tune.experiments.settings import Ablation, ExperimentConfig
+from malmen.config import Config, DataConfig, full_key, parse_config, set_key
+from malmen.tune.experiments.settings import CANCELLING, Ablation, ExperimentConfig
 
 LABELS = {
     "malmen": "MALMEN", "mend": "MEND", "ft": "FT", "memit": "MEMIT", "ultraedit": "UltraEdit",
@@ -30,6 +30,7 @@ class Variant:
 
     name: str
     config: Config
+    data: DataConfig | None = None  # what it is measured by, where that is not its own
 
     @property
     def trained(self) -> bool:
@@ -76,10 +77,9 @@ def ablation(name: Ablation, config: Config) -> Variant:
 def cancelling(config: Config) -> list[Variant]:
     """Least squares and a sum over the same tokens, those of the answers, as in the paper's Fig. 9."""
     editor = config.editor.model_copy(update={"tokens": "answer"})
-    ways = {"squares_answer": "least_squares", "sum_answer": "sum"}
     return [
         Variant(name, config.model_copy(update={"editor": editor.model_copy(update={"aggregation": way})}))
-        for name, way in ways.items()
+        for name, way in CANCELLING.items()
     ]
 
 
@@ -88,7 +88,7 @@ def recipe(name: str, settings: ExperimentConfig, config: Config) -> Variant:
     raw = config.model_dump(mode="json")
     for key, value in settings.recipes[name].items():
         set_key(raw, full_key(key), value)
-    return Variant(name, parse_config(raw, f"the recipe {name!r}"))
+    return Variant(name, parse_config(raw, f"the recipe {name!r}"), config.data)  # one measure for all of them
 
 
 def all_variants(settings: ExperimentConfig, config: Config, kinds: set[str]) -> Iterator[Variant]:

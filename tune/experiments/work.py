@@ -55,6 +55,7 @@ def do_cells(variant: Variant, seed: int, cells: Sequence[Cell], settings: Exper
             store.put(cell, {"error": str(error)})
         return
     records = validation_records(config)
+    config = config.model_copy(update={"data": variant.data or config.data})
     for cell in waiting:
         try:
             store.put(cell, {**measure(cell, lm, method, records, config, settings), **trained})
@@ -103,7 +104,7 @@ def measure(
         shifts, residual = _in_rounds(cell, lm, method, facts), None
     seconds = time.perf_counter() - began
     if residual is None and cell.rounds == 1 and isinstance(method, Editor):
-        batches = encode_batches(lm, facts, config)
+        batches = encode_batches(lm, facts, method.config)
         residual = sum_residual(method, trace(lm, method.layers, batches, config.editor.tokens))
     evaluation = evaluate(lm, some, shifts, config, generate=settings.generate, residual=residual)
     scores = evaluation.scores()

@@ -16,7 +16,7 @@ from malmen.tune.experiments.figures import draw
 from malmen.tune.experiments.memory import measure_memory
 from malmen.tune.experiments.report import write_report
 from malmen.tune.experiments.results import write_results
-from malmen.tune.experiments.runner import ExperimentListener, base_config, run_experiments
+from malmen.tune.experiments.runner import ExperimentListener, base_config, begin_folder, run_experiments
 from malmen.tune.experiments.settings import ExperimentConfig, load_experiment
 from malmen.tune.experiments.variants import Variant, all_variants, method_variant
 
@@ -109,6 +109,40 @@ def test_recipes_stand_beside_malmen_as_it_is(settings: ExperimentConfig, tmp_pa
     ]  # fmt: skip
     assert found["rows"][0]["mean_residual"]["mean"] > found["rows"][1]["mean_residual"]["mean"]
     assert path.with_suffix(".png").exists() and found["recipes"] == chosen.recipes
+
+
+def test_a_recipe_is_measured_as_malmen_is_whatever_it_was_trained_with(
+    settings: ExperimentConfig, tmp_path: Path
+) -> None:
+    chosen = settings.model_copy(
+        update={"edits": [2], "recipes": {"as_it_is": {"batch.cache_mb": 7}, "ends": {"data.append_eos": True}}}
+    )
+    for variant in all_variants(chosen, base_config(chosen), {"recipes"}):
+        work.do_cells(variant, 0, [Cell(variant.name, 0, 2)], chosen, tmp_path)
+    plain, same, ends = (Cells(tmp_path).get(Cell(name, 0, 2)) for name in ("malmen", "as_it_is", "ends"))
+    assert plain is not None and same is not None and ends is not None
+    assert plain["scores"] == same["scores"] != ends["scores"]
+    assert plain["scores"]["edit_success_before"] == ends["scores"]["edit_success_before"]  # the same tokens
+
+
+def test_a_folder_is_gone_on_with_by_other_recipes_but_not_by_changed_ones(
+    settings: ExperimentConfig, tmp_path: Path
+) -> None:
+    config, folder = base_config(settings), tmp_path / "experiment"
+
+    def begin(recipes: dict[str, Any]) -> None:
+        begin_folder(folder, settings.model_copy(update={"recipes": recipes}), config)
+
+    begin({"one": {"editor.damping": 1, "training.warmup_steps": 2}})
+    begin({"two": {"editor.damping": 3}})
+    begin({})
+    about = json.loads((folder / "experiment.json").read_text())
+    assert set(about["experiment"]["recipes"]) == {"one", "two"}
+    with pytest.raises(UsageError, match="another recipe one; choose another --out"):
+        begin({"one": {"editor.damping": 1}})
+    del about["config"]["training"]["warmup_steps"]  # written before there was such a setting
+    (folder / "experiment.json").write_text(json.dumps(about))
+    begin({})
 
 
 def test_what_fails_is_kept_as_an_error_and_the_others_go_on(settings: ExperimentConfig, tmp_path: Path) -> None:

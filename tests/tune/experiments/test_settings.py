@@ -33,6 +33,8 @@ def test_settings_of_the_config_and_of_the_experiment_are_told_apart() -> None:
         (["experiment.seeds=[]"], "seeds"),
         (["experiment.recipes={malmen: {}}"], "'malmen' cannot be the name of a recipe"),
         (["experiment.recipes={a/b: {}}"], "'a/b' cannot be the name of a recipe"),
+        (["experiment.recipes={sum_answer: {}}"], "'sum_answer' cannot be the name of a recipe"),
+        (["experiment.recipes={slow: {training: {meta_lr: 1}}}"], "the recipe 'slow' holds a section 'training'"),
     ],
 )
 def test_wrong_settings_are_told(overrides: list[str], message: str) -> None:
