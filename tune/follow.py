@@ -103,7 +103,7 @@ def end_tracking_run(config: Config, folder: SweepFolder, record: TrialRecord) -
             client.set_tag(run, f"sweep.{name}", str(value))
         if record.last is not None:
             client.log_metric(run, "sweep/score", record.last.score, step=record.last.step)
-    except (*store_errors(), EditError) as error:  # EditError: e.g. somebody deleted the experiment meanwhile
+    except store_errors() + (EditError,) as error:  # noqa: RUF005 - mypy knows no other; EditError: a deleted experiment
         logger.warning("trial %d could not be ended in %s: %s", record.number, shown(uri), brief(error))
     return record
 
