@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from malmen.files import whole_file
-from malmen.tune.experiments.figures import PANELS
 from malmen.tune.experiments.findings import findings
 from malmen.tune.experiments.settings import KINDS
 
@@ -18,8 +17,10 @@ _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.55 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; display: block; overflow-x: auto; margin: .6rem 0; }
-th, td { padding: .2rem .6rem; border-bottom: 1px solid #8884; text-align: right; white-space: nowrap; }
-th:first-child, td:first-child, td.text { text-align: left; white-space: normal; }
+table { font-size: 13px; }
+th, td { padding: .2rem .5rem; border-bottom: 1px solid #8884; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+td.text { text-align: left; white-space: normal; }
 img { max-width: 100%; background: white; }
 .paper { border-left: 3px solid #8888; padding-left: .8rem; color: color-mix(in srgb, currentColor 75%, transparent); }
 li.no { font-weight: 600; }
@@ -61,6 +62,15 @@ _TEXTS = {
 }  # fmt: skip
 
 
+SHORT = {"edit_success": "ES", "generalization_success": "GS", "locality_success": "LS"}
+COLUMNS = {
+    **SHORT, "locality_agreement": "agreement", "score": "harmonic mean",
+    "edit_success_generated": "ES gen.", "generalization_success_generated": "GS gen.",
+    "locality_success_generated": "LS gen.", "mean_residual": "MR", "training_seconds": "train (s)",
+    "edit_seconds": "edit (s)",
+}  # fmt: skip
+
+
 def write_report(folder: Path) -> Path:
     """From the JSON files of a folder of experiments; the path of the page."""
     results = folder / "results"
@@ -89,14 +99,19 @@ def _page(found: dict[str, Any], about: dict[str, Any], results: Path) -> str:
 <title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>
 <h1>{html.escape(title)}</h1>
 <p>Held-out facts, {len(experiment["seeds"])} seeds, {config["training"]["steps"]} steps of meta-training with
-{config["training"]["num_edits"]} edits each. ES, GS and LS are shares of right answer tokens,
-teacher-forced; “generated” are whole answers, decoded greedily. Agreement is the share of unrelated tokens that the
+{_edits_a_step(config["training"])} edits each. ES, GS and LS are shares of right answer tokens in %,
+teacher-forced; “gen.” are whole answers, decoded greedily. Agreement is the share of unrelated tokens that the
 edited model predicts as the unedited one does.</p>
 <h2>What was expected</h2><ul>{checks}</ul>
 {sections}
 <h2>Settings</h2><details><summary>all of them</summary><pre>{settings}</pre></details>
 </body></html>
 """
+
+
+def _edits_a_step(training: dict[str, Any]) -> str:
+    fewest, most = training.get("min_edits"), training["num_edits"]
+    return f"{fewest} to {most}" if fewest and fewest < most else f"{most}"
 
 
 def _section(kind: str, found: dict[str, Any], results: Path) -> str:
@@ -106,17 +121,15 @@ def _section(kind: str, found: dict[str, Any], results: Path) -> str:
     if picture.exists():
         data = base64.b64encode(picture.read_bytes()).decode()
         image = f'<img alt="{html.escape(title)}" src="data:image/svg+xml;base64,{data}">'
-    table = {"failures": _failures, "memory": _memory}.get(kind, _scores)(found)
+    table = {"failures": _failures, "memory": _memory, "cancellation": _residuals}.get(kind, _scores)(found)
     return f'<h2>{html.escape(title)}</h2>\n{image}\n{table}\n<p class="paper">{html.escape(paper)}</p>'
 
 
-def _scores(found: dict[str, Any]) -> str:
-    names = {
-        **PANELS, "locality_agreement": "agreement", "score": "harmonic mean",
-        "edit_success_generated": "ES generated", "generalization_success_generated": "GS generated",
-        "locality_success_generated": "LS generated", "mean_residual": "MR",
-        "training_seconds": "training (s)", "edit_seconds": "edit (s)",
-    }  # fmt: skip
+def _residuals(found: dict[str, Any]) -> str:
+    return _scores(found, {"mean_residual": "MR", **SHORT})  # what it is about stands first
+
+
+def _scores(found: dict[str, Any], names: dict[str, str] = COLUMNS) -> str:
     shown = {key: text for key, text in names.items() if any(row.get(key) for row in found["rows"])}
     head = "".join(f"<th>{html.escape(text)}</th>" for text in ("", "edits", *shown.values()))
     body = "".join(_score_row(row, list(shown)) for row in found["rows"])
@@ -136,7 +149,7 @@ def _number(name: str, value: dict[str, Any] | None) -> str:
     if name.endswith("_seconds"):
         return f"{value['mean']:.1f}"
     if name == "mean_residual":
-        return f"{value['mean']:.2g}"
+        return f"{value['mean']:.3g}"
     return f"{100 * value['mean']:.1f} ± {100 * value['deviation']:.1f}"
 
 
