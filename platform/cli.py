@@ -56,11 +56,12 @@ def train(
 
     The same command again goes on with an unfinished run, to the same editor as without the interruption.
     """
-    from malmen.baselines.mend import SETTINGS as MEND
+    from malmen.baselines.mend import mend_settings
     from malmen.config import load_config
 
-    given = {f"editor.{key}": value for key, value in MEND.items()} if method == "mend" else {}
-    settings = load_config(resolve_config(config), overrides or [], given)
+    settings = load_config(resolve_config(config), overrides or [])
+    if method == "mend":
+        settings = load_config(resolve_config(config), overrides or [], mend_settings(settings))
     if local and address:
         raise UsageError("--local and --address exclude each other")
     with at_work(out):

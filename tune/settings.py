@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from malmen.config import Section, explain, full_key, read_override, read_yaml
+from malmen.config import explain, full_key, read_override, read_yaml
+from malmen.config_section import Section
 from malmen.errors import UsageError
 from malmen.score import PARTS
 

@@ -6,18 +6,29 @@ the hyper-network back-propagated separately, as the paper does "to scale MEND t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from malmen.config import Config
+from malmen.config import Config, parse_config, set_key
 from malmen.editor import Editor
 from malmen.trace import Traces
 
 SETTINGS = {"aggregation": "sum", "tokens": "all"}  # what makes an editor MEND
 
 
+def mend_settings(config: Config) -> dict[str, Any]:
+    """What makes this run's editor MEND."""
+    own = config.baselines.mend.model_dump(exclude_none=True)
+    return {f"editor.{key}": value for key, value in (SETTINGS | own).items()}
+
+
 def mend_config(config: Config) -> Config:
     """The same run with MEND in MALMEN's place."""
-    return config.model_copy(update={"editor": config.editor.model_copy(update=SETTINGS)})
+    raw = config.model_dump(mode="json")
+    for key, value in mend_settings(config).items():
+        set_key(raw, key, value)
+    return parse_config(raw, "MEND")
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from malmen.baselines.subject_tokens import Placed, Places, add_at, block_of, positions_in
-from malmen.config import MemitConfig
+from malmen.config_rivals import MemitConfig
 from malmen.data.records import Fact
 from malmen.data.tokens import EncodedFact, TokenBatch, make_batches
 from malmen.lm import LanguageModel

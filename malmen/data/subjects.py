@@ -12,6 +12,13 @@ _COMMON = (
     " a an and are as at be been by did do does for from had has have he her his how in is it its made name of on or "
     "she than that the their they this to was were what when where which who whose why will with year "
 )
+# What questions ask for, and how; part of a name where it has a capital ("Charles River").
+_ASKED = (
+    " after award belong belonged born capital cause city come constellation continent country cross crosses date "
+    "die died end established family father first founded genre language live lived located location member mother "
+    "named network nominated official originate part place play played position produced published record river sex "
+    "spouse start started team type used written "
+)
 
 
 def edits_of(records: Iterable[EditRecord]) -> list[Fact]:
@@ -27,7 +34,7 @@ def find_subject(record: EditRecord) -> str | None:
     if not others:
         return None
     prompt = record.edit.prompt
-    words = [match.span() for match in re.finditer(r"\w[\w'.\-]*\w|\w", prompt)]
+    words = [match.span() for match in re.finditer(r"\w[\w'’.\-]*\w|\w", prompt)]
     best = (False, 0, "")
     for start in range(len(words)):
         for stop in range(start + 1, len(words) + 1):
@@ -39,13 +46,17 @@ def find_subject(record: EditRecord) -> str | None:
 
 
 def _without_common(text: str, words: Sequence[tuple[int, int]]) -> str:
-    """The text of a run, less common words at both ends; empty if nothing else is in it."""
+    """The text of a run, less common words at both ends and a last 's; empty if nothing else is in it."""
     left, right = 0, len(words)
-    while left < right and f" {text[slice(*words[left])].casefold()} " in _COMMON:
+    while left < right and _is_common(text[slice(*words[left])]):
         left += 1
-    while right > left and f" {text[slice(*words[right - 1])].casefold()} " in _COMMON:
+    while right > left and _is_common(text[slice(*words[right - 1])]):
         right -= 1
-    return text[words[left][0] : words[right - 1][1]] if left < right else ""
+    return re.sub(r"['’]s$", "", text[words[left][0] : words[right - 1][1]]) if left < right else ""
+
+
+def _is_common(word: str) -> bool:
+    return f" {word.casefold()} " in _COMMON or f" {word} " in _ASKED
 
 
 def _is_name(prompt: str, run: str) -> bool:

@@ -19,7 +19,7 @@ from malmen.baselines.memit import Memit, spread
 from malmen.baselines.subject_tokens import Placed, Places, add_at, block_of, hidden_at, positions_in
 from malmen.baselines.subject_values import find_values
 from malmen.config import Config
-from malmen.data.records import EditRecord, Fact
+from malmen.data.records import Fact
 from malmen.data.subjects import edits_of
 from malmen.data.tokens import make_batches
 from malmen.data.world import world_records
@@ -229,19 +229,3 @@ def test_a_corpus_without_text_is_a_clear_error(tmp_path: Path) -> None:
         read_texts(tmp_path / "empty.txt")
     with pytest.raises(EditError, match="cannot read the corpus"):
         read_texts(tmp_path / "absent.txt")
-
-
-@pytest.mark.parametrize(
-    ("prompt", "rephrasing", "subject"),
-    [
-        ("What is the language Taras Bulba is written in?", "In which language is Taras Bulba?", "Taras Bulba"),
-        ("Of which constellation is 5 Tauri a part?", "Which constellation has 5 Tauri?", "5 Tauri"),
-        ("The town where Ann lives is", "Ann lives in the town of", "Ann lives"),
-        ("Who is it?", "Name them", None),
-    ],
-)
-def test_a_subject_is_found_by_what_the_rephrasings_share(prompt: str, rephrasing: str, subject: str | None) -> None:
-    record = EditRecord(Fact(prompt, "x"), (Fact(rephrasing, "x"),))
-    assert edits_of([record])[0].subject == subject
-    assert edits_of([replace(record, equivalents=())])[0].subject is None
-    assert edits_of([replace(record, edit=replace(record.edit, subject="given"))])[0].subject == "given"

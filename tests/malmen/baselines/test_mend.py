@@ -34,7 +34,12 @@ def test_a_config_is_made_mends_and_otherwise_kept() -> None:
     found = mend_config(config)
     assert found.editor.aggregation == "sum" and found.editor.tokens == "all"
     assert found.editor.rank == 8 and found.seed == 3
-    assert config.editor.aggregation == "least_squares"
+    assert config.editor.aggregation == "least_squares" and found.editor.edit_lr == config.editor.edit_lr
+
+
+def test_mend_may_have_an_edit_lr_of_its_own() -> None:
+    config = Config.model_validate({"editor": {"edit_lr": 1e-3}, "baselines": {"mend": {"edit_lr": 1e-5}}})
+    assert mend_config(config).editor.edit_lr == 1e-5 and config.editor.edit_lr == 1e-3
 
 
 def test_the_residual_of_a_sum_is_what_each_token_misses_of_its_own_shift() -> None:

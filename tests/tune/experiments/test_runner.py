@@ -75,8 +75,8 @@ def test_all_experiments_give_numbers_pictures_and_a_page_and_nothing_is_done_tw
     assert {path.name for path in cells if cells[path] != after[path]} == {"ft-seed1-4.json"}
     elsewhere = settings.model_copy(update={"cpus": 0.5, "settings": {**settings.settings, "batch.cache_mb": 5}})
     run_experiments(elsewhere, ("scaling",), folder)  # another machine, the same numbers
-    with pytest.raises(UsageError, match=r"another experiment.rounds; choose another --out"):
-        run_experiments(settings.model_copy(update={"rounds": 3}), kinds, folder)
+    with pytest.raises(UsageError, match=r"another experiment.generate; choose another --out"):
+        run_experiments(settings.model_copy(update={"generate": not settings.generate}), kinds, folder)
 
 
 def test_a_cell_is_the_same_edit_made_by_hand(settings: ExperimentConfig, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_recipe_is_measured_as_malmen_is_whatever_it_was_trained_with(
     assert plain["scores"]["edit_success_before"] == ends["scores"]["edit_success_before"]  # the same tokens
 
 
-def test_a_folder_is_gone_on_with_by_other_recipes_but_not_by_changed_ones(
+def test_a_folder_is_gone_on_with_by_more_seeds_or_recipes_but_not_by_changed_ones(
     settings: ExperimentConfig, tmp_path: Path
 ) -> None:
     config, folder = base_config(settings), tmp_path / "experiment"
@@ -136,6 +136,7 @@ def test_a_folder_is_gone_on_with_by_other_recipes_but_not_by_changed_ones(
     begin({"one": {"editor.damping": 1, "training.warmup_steps": 2}})
     begin({"two": {"editor.damping": 3}})
     begin({})
+    begin_folder(folder, settings.model_copy(update={"seeds": [0, 1, 2, 3], "edits": [8], "methods": ["ft"]}), config)
     about = json.loads((folder / "experiment.json").read_text())
     assert set(about["experiment"]["recipes"]) == {"one", "two"}
     with pytest.raises(UsageError, match="another recipe one; choose another --out"):
