@@ -166,6 +166,15 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), settings: Mapp
     return parse_config(raw, str(path) if path else "the overrides")
 
 
+def whole_paths(config: Config) -> Config:
+    """Files and folders that exist here by their whole paths, for processes with another working directory."""
+    raw = config.model_dump(mode="json")
+    for section, key in (("data", "train"), ("data", "validation"), ("model", "name"), ("batch", "cache_dir")):
+        if raw[section][key] not in (None, "builtin") and Path(raw[section][key]).exists():
+            raw[section][key] = str(Path(raw[section][key]).absolute())
+    return parse_config(raw, "the config")
+
+
 def read_yaml(path: Path, what: str) -> dict[str, Any]:
     """The keys of a YAML file."""
     try:

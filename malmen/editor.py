@@ -178,7 +178,7 @@ class Editor(nn.Module):
         norm = torch.nn.utils.get_total_norm(grads)
         if not bool(torch.isfinite(norm)):
             broken = [name for name, value in self.named_parameters() if not _finite(value.grad)]
-            raise EditError(f"step {self.steps_done}: the meta-gradient is not finite in {', '.join(broken[:4])}")
+            raise EditError(f"the meta-gradient is not finite in {', '.join(broken[:4])}")
         torch.nn.utils.clip_grads_with_norm_(self.parameters(), self.config.training.max_grad_norm, norm)
         self.last_grad_norm = float(norm)
         optimizer = self.optimizer()

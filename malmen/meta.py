@@ -78,7 +78,7 @@ def meta_step(lm: LanguageModel, editor: Editor, batch: MetaBatch, caches: Cache
 
     with watch("trace"):  # (i)–(ii)
         traces = trace_facts(lm, editor.layers, batch.edits, editor.config.editor.tokens, cut, caches.get("edits"))
-    with watch("solve"):  # (iii)
+    with watch("solve"), naming_records(editor.steps_done, batch):  # (iii)
         editor.observe(traces)
         solved = editor.solve(traces, training=True)
     with watch("meta_loss"):  # (iv)
@@ -90,7 +90,7 @@ def meta_step(lm: LanguageModel, editor: Editor, batch: MetaBatch, caches: Cache
     check_finite(meta_loss, shift_grads, editor.steps_done, batch)
     with watch("hypernet"):  # (v)–(vii)
         editor.backward(solved, shift_grads)
-    with watch("adam"):
+    with watch("adam"), naming_records(editor.steps_done, batch):
         editor.step()
     return StepReport(*losses, meta_loss, editor.last_grad_norm, watch.seconds)
 
@@ -174,10 +174,20 @@ def check_finite(meta_loss: float, shift_grads: Mapping[str, Tensor], step: int,
     broken = [name for name, grad in shift_grads.items() if not bool(torch.isfinite(grad).all())]
     if not math.isfinite(meta_loss) or broken:
         where = f"; the gradient is not finite in {', '.join(broken)}" if broken else ""
-        records = ", ".join(batch.record_ids[:5])
-        raise EditError(
-            f"step {step}: the meta loss is {meta_loss}{where}; the records were {records} … ({len(batch.edits)} edits)"
-        )
+        raise EditError(f"step {step}: the meta loss is {meta_loss}{where}{_records(batch)}")
+
+
+@contextmanager
+def naming_records(step: int, batch: MetaBatch) -> Iterator[None]:
+    """What cannot be solved, or is not finite then: which step and records it was."""
+    try:
+        yield
+    except EditError as error:
+        raise EditError(f"step {step}: {error}{_records(batch)}") from error
+
+
+def _records(batch: MetaBatch) -> str:
+    return f"; the records were {', '.join(batch.record_ids[:5])} … ({len(batch.edits)} edits)"
 
 
 def _nll_backward(lm: LanguageModel, batch: TokenBatch, scale: float) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from malmen.checkpoint_files import latest_checkpoint, read_config, read_state
-from malmen.config import Config, parse_config
+from malmen.config import Config, parse_config, whole_paths
 from malmen.errors import EditError
 from malmen.files import whole_file
 from malmen.storage import RunStore
@@ -51,9 +51,10 @@ class RunFolder:
             store.check_writable()
             same = parse_config(found["config"], RUN) == config
             return cls(store, config, None, 0, found["facts"] if same else {})
-        _check_same(store, read_config(checkpoint) if checkpoint else parse_config(found["config"], RUN), config)
+        before = read_config(checkpoint) if checkpoint else parse_config(found["config"], RUN)
+        _check_same(store, whole_paths(before), whole_paths(config))
         done = int(read_state(checkpoint)["step"]) if checkpoint else 0
-        if done >= config.training.steps and not resume:
+        if done >= config.training.steps and not resume and found["facts"].get("finished", True):
             raise EditError(
                 f"{store.location} already holds a finished run of {done} steps; choose another --out, or raise "
                 "training.steps to go on with it"
@@ -68,6 +69,15 @@ class RunFolder:
         self.store.write_text(RUN, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
         if self.store.exists(HISTORY) and isinstance(self.store.location, Path):  # without steps to be run again
             whole_file(self.store.location / HISTORY, _lines(self.history))
+
+    def check_data(self, fingerprint: str) -> None:
+        """A run that is under way goes on with the data it was begun with: others would end in another θ."""
+        if self.checkpoint and self.facts.get("data", fingerprint) != fingerprint:
+            raise EditError(
+                f"the data have changed since {self.store.location} was begun (fingerprint {self.facts['data']} → "
+                f"{fingerprint}): put the old files back, or choose another --out"
+            )
+        self.facts["data"] = fingerprint
 
     def add(self, row: dict[str, Any]) -> None:
         """A row of the history. On a disk it is there at once; elsewhere with the next `flush`."""

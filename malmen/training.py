@@ -21,7 +21,7 @@ from malmen.layers import find_layers
 from malmen.lm import LanguageModel, load_lm
 from malmen.meta import StepReport, meta_step
 from malmen.run_folder import RunFolder
-from malmen.sampling import Sampler, compatible_records, training_records, validation_records
+from malmen.sampling import Sampler, compatible_records, data_fingerprint, training_records, validation_records
 
 
 @dataclass
@@ -47,6 +47,7 @@ def train(
     """Train an editor into `folder`; an unfinished run of the same config there is gone on with, to the same θ."""
     start = time.perf_counter()
     opened = RunFolder.open(folder, config, resume=resume)
+    opened.check_data(data_fingerprint(config))
     lm = lm or load_lm(config.model)
     fingerprint = lm.fingerprint()
     editor = (
@@ -74,7 +75,8 @@ def train(
             if on_evaluation:
                 on_evaluation(step, scores)
         opened.add(row)
-        if step % config.training.checkpoint_every == 0 and step < config.training.steps:
+        due = bool(scores) or step % config.training.checkpoint_every == 0  # what was measured may be the best
+        if due and step < config.training.steps:
             save_checkpoint(folder, editor, fingerprint, scores, keep=config.training.keep_checkpoints)
     save_checkpoint(folder, editor, fingerprint, scores, keep=config.training.keep_checkpoints)
     run.seconds = time.perf_counter() - start

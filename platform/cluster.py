@@ -82,6 +82,10 @@ def _connect(address: str) -> None:
     try:
         ray.init(address=address, log_to_driver=False)
     except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
+        if address == "auto" and isinstance(error, ConnectionError):
+            raise EditError(
+                "no Ray cluster runs on this machine (address `auto`); `ray start --head` starts one"
+            ) from error
         raise EditError(
             f"the Ray cluster at {address!r} answers but takes no connection: {' '.join(str(error).split())[:300]}; "
             "if it has token authentication, set RAY_AUTH_MODE=token here and put its token into ~/.ray/auth_token"
@@ -127,6 +131,8 @@ def size_roles(config: ClusterConfig, *, own: bool) -> Roles:
 def check_room(config: ClusterConfig, roles: Roles) -> None:
     """Wait, for a bounded time, until the cluster can hold all roles at once; an autoscaler learns of the wish."""
     bundles = [roles.lm] * config.lm_workers + [roles.hypernet] * config.hypernet_actors
+    if not any(bundles):  # a cluster holds any number of those who ask for nothing
+        return
     group = placement_group([bundle for bundle in bundles if bundle])
     try:
         ray.get(group.ready(), timeout=config.wait_seconds)

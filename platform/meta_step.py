@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from malmen.meta import StepReport, Stopwatch
+from malmen.meta import StepReport, Stopwatch, naming_records
 from malmen.platform.hypernet_group import HypernetGroup
 from malmen.platform.lm_worker import LMWorker
 from malmen.trace import Traces
@@ -55,7 +55,10 @@ def meta_step(worker: LMWorker, group: HypernetGroup, step: int, traces: Traces 
     with worker.together(f"sending the traces of step {step}", watch.seconds, "send"):
         group.put_traces(step, worker.world_rank, traces)
 
-    with worker.together(f"waiting for the shifts of step {step}", watch.seconds, "solve"):  # (iii) hyper-network, S*
+    with (  # (iii) hyper-network, S*
+        naming_records(step, batch),
+        worker.together(f"waiting for the shifts of step {step}", watch.seconds, "solve"),
+    ):
         shifts, _ = group.solve(step, worker.shift_dtype)
 
     with watch("meta_loss"):  # (iv) forward and backward of the edited LM: the meta loss and ∇_W̃ of it
@@ -72,7 +75,8 @@ def meta_step(worker: LMWorker, group: HypernetGroup, step: int, traces: Traces 
         with watch("trace"):
             worker.note(f"tracing step {step + 1} ahead")
             ahead = worker.trace(worker.sampler.batch(step + 1).edits)
-    return worker.under_way.end(worker, group, pending, ahead)
+    with naming_records(step, batch):
+        return worker.under_way.end(worker, group, pending, ahead)
 
 
 def end_step(worker: LMWorker, group: HypernetGroup, step: int) -> Stepped | None:

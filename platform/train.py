@@ -24,7 +24,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from malmen.checkpoint_files import read_state
-from malmen.config import Config
+from malmen.config import Config, whole_paths
 from malmen.errors import EditError, RunStopped, UsageError
 from malmen.layers import LayerSpec, find_layers
 from malmen.lm import load_skeleton
@@ -32,12 +32,12 @@ from malmen.meta import StepReport
 from malmen.platform.board import Board
 from malmen.platform.cluster import Roles, actor_options, check_room, connected, size_roles
 from malmen.platform.hypernet_group import HypernetGroup
+from malmen.platform.places import check_lasting, in_ray_job, ray_train_folder
 from malmen.platform.registry import RegisteredEditor, describe_checkpoint
 from malmen.platform.tracking import Tracker
 from malmen.platform.train_loop import LoopSettings, train_loop
 from malmen.run_folder import RunFolder
 from malmen.sampling import data_fingerprint
-from malmen.storage import RunStore
 
 logger = logging.getLogger(__name__)
 
@@ -84,22 +84,24 @@ def train(
     """
     start, listener = time.perf_counter(), listener or Listener()
     layers = _layers(config)
-    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and "://" not in str(out) and not Path(out).is_absolute():
-        raise UsageError(
-            f"--out {out} would lie in the Ray job's temporary copy of the working directory: give a whole path"
-        )
-    out = out if "://" in str(out) else Path(out).absolute()  # the workers have other working directories
+    if in_ray_job():
+        check_lasting(config, out)
+    else:
+        config = whole_paths(config)
+    out = out if "://" in str(out) else Path(out).absolute()
     folder = RunFolder.open(out, config, resume=resume)
     tags = {"data": data_fingerprint(config), "run": str(folder.store.location)}
+    folder.check_data(tags["data"])
     with connected(address, config.cluster) as own:
         roles = size_roles(config.cluster, own=own)
         check_room(config.cluster, roles)
         with Tracker.start(config, str(out), tags, folder.facts.get("mlflow_run"), parent) as tracker:
-            folder.begin({"mlflow_run": tracker.run_id})
+            folder.begin({"mlflow_run": tracker.run_id, "finished": False})
             if folder.steps_done:
                 listener.event(f"going on from step {folder.steps_done} of {folder.store.location}")
             _run(config, layers, roles, folder, tracker, listener)
             trained = _finish(config, folder, tracker, time.perf_counter() - start, register)
+        folder.begin({"finished": True})  # only now: whoever is killed before registers with the same command
     return trained
 
 
@@ -158,7 +160,7 @@ def _trainer(config: Config, roles: Roles, run: str, loop: LoopSettings) -> Torc
         run_config=RunConfig(
             # Ray Train's own notes. A new name each time: with the same one it would silently resume.
             name=f"train-{os.getpid()}-{time.time_ns()}",
-            storage_path=str(RunStore(run).join(".ray_train")),
+            storage_path=ray_train_folder(run),
             failure_config=FailureConfig(max_failures=cluster.max_failures),
         ),
     )

@@ -49,7 +49,7 @@ def train_loop(settings: Mapping[str, Any]) -> None:
     torch.set_num_threads(loop.threads)
 
     def note(doing: str) -> None:
-        loop.board.note.remote(f"LM rank {rank} (pid {os.getpid()})", doing)
+        loop.board.note.remote(f"LM rank {rank}", f"{doing} (pid {os.getpid()})")
 
     try:
         Rank(loop, LMWorker(loop.config, rank, size, note)).run()
@@ -72,7 +72,7 @@ class Rank:
 
     def run(self) -> None:
         """Up to the last step, however often something is lost on the way."""
-        step, traces, losses, restored = -1, None, 0, False
+        step, traces, losses, furthest, restored = -1, None, 0, 0, False
         while True:
             try:
                 if not restored:
@@ -84,14 +84,16 @@ class Rank:
                 stepped = meta_step(self.worker, self.group, step, traces, overlap=self.loop.overlap)
                 self._record_step(step + 1, stepped, time.perf_counter() - begin)
                 step, traces = step + 1, stepped.ahead
+                if step > furthest:  # losses that are far apart end no run
+                    furthest, losses = step, 0
             except HypernetLost as error:
                 if self._stopped():  # that is why
                     return
                 losses += 1
                 if losses > self.loop.config.cluster.max_failures:
                     raise EditError(
-                        f"hypernet actors were lost {losses} times, more than cluster.max_failures="
-                        f"{self.loop.config.cluster.max_failures}; the last time: {error}"
+                        f"hypernet actors were lost {losses} times before step {furthest + 1} was done, more than "
+                        f"cluster.max_failures={self.loop.config.cluster.max_failures}; the last time: {error}"
                     ) from error
                 logger.warning("step %d: %s; healing", step, error)
                 self._record({"kind": "lost", "step": step, "why": str(error)})
@@ -130,7 +132,9 @@ class Rank:
 
     def _saved_step(self) -> int:
         names = RunStore(self.loop.run).checkpoints()
-        return int(read_state(RunStore(self.loop.run).join(names[-1]))["step"]) if names else -1
+        state = read_state(RunStore(self.loop.run).join(names[-1])) if names else {"step": -1}
+        unscored = state["step"] >= self.training.steps and not state["scores"]  # it was no last one when it was saved
+        return -1 if unscored else int(state["step"])
 
     def _newest_checkpoint(self) -> str | None:
         if not RunStore(self.loop.run).checkpoints():
@@ -146,11 +150,13 @@ class Rank:
 
     def _evaluate_and_save(self, step: int) -> None:
         last, every = step >= self.training.steps, self.training.eval_every
-        if (last or (every and step and step % every == 0)) and self.evaluated[0] != step:
+        due = last or bool(every and step and step % every == 0)
+        if due and self.evaluated[0] != step:
             self.evaluated = (step, self._evaluate())
             memory = self.worker.gather(peak_memory_mb())
             self._record({"kind": "evaluation", "step": step, "scores": self.evaluated[1], "lm_memory": memory})
-        if step and (last or step % self.training.checkpoint_every == 0) and self.saved != step:
+        # What was measured is saved too, so that the best is never lost.
+        if step and (due or step % self.training.checkpoint_every == 0) and self.saved != step:
             with self.worker.together(f"saving step {step}"):
                 if self.worker.world_rank == 0:
                     scores = self.evaluated[1] if self.evaluated[0] == step else {}

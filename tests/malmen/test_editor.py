@@ -234,7 +234,7 @@ def test_a_gradient_that_is_not_finite_stops_the_step_and_names_its_parameter_al
     name = "nets.48x12.blocks.1.up"
     assert 0 < names.index(name) < len(names) - 1
     setup.editor.get_parameter(name).grad[2, 1] = float("nan")  # type: ignore[index]
-    with pytest.raises(EditError, match=r"step 0: the meta-gradient is not finite in nets\.48x12\.blocks\.1\.up$"):
+    with pytest.raises(EditError, match=r"^the meta-gradient is not finite in nets\.48x12\.blocks\.1\.up$"):
         setup.editor.step()
     assert setup.editor.steps_done == 0
     assert all(torch.equal(value, before[name]) for name, value in setup.editor.state_dict().items())

@@ -83,6 +83,15 @@ def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_step_and_reco
     assert all(torch.equal(value, before[name]) for name, value in setup.editor.named_parameters())
 
 
+def test_what_breaks_in_the_solve_or_the_meta_gradient_names_step_and_records_too() -> None:
+    setup = make_setup("gpt2")
+    batch = MetaBatch(random_facts(setup.lm, 3, 1), random_facts(setup.lm, 2, 2), [], ["one", "two", "three"])
+    with torch.no_grad():
+        next(setup.editor.parameters()).fill_(float("nan"))
+    with pytest.raises(EditError, match=r"step 0: .*not finite.*; the records were one, two, three … \(3 edits\)"):
+        meta_step(setup.lm, setup.editor, batch)
+
+
 def test_the_gradients_of_a_half_precision_model_are_summed_in_single_precision() -> None:
     """A fact that counts 64 times in a mean of 64 weighs what it weighs alone, though each is a micro-batch.
 

@@ -6,8 +6,16 @@ from pathlib import Path
 import pytest
 from small_runs import make_config
 
+from malmen.config import Config, whole_paths
 from malmen.errors import EditError
 from malmen.run_folder import HISTORY, RunFolder, run_evaluations
+
+
+def save(run: Path, config: Config, step: int) -> None:
+    checkpoint = run / f"checkpoint-{step:07d}"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text(config.model_dump_json())
+    (checkpoint / "state.json").write_text(json.dumps({"format": 1, "step": step, "scores": {}}))
 
 
 def test_nothing_is_written_before_a_run_begins(tmp_path: Path) -> None:
@@ -31,6 +39,43 @@ def test_a_run_under_way_takes_no_other_config_except_what_changes_no_result(tmp
         RunFolder.open(tmp_path, make_config(meta_lr=0.5))
     config = make_config().model_copy(update={"batch": make_config().batch.model_copy(update={"token_budget": 7})})
     assert RunFolder.open(tmp_path, config).history == []  # no checkpoint yet: the step will be run again
+
+
+def test_a_run_that_could_not_register_its_editor_is_not_finished(tmp_path: Path) -> None:
+    config = make_config(steps=4)
+    RunFolder.open(tmp_path, config).begin({"finished": False})
+    save(tmp_path, config, step=4)
+    again = RunFolder.open(tmp_path, config)
+    assert again.steps_done == 4
+    again.begin({"finished": True})
+    with pytest.raises(EditError, match="already holds a finished run of 4 steps"):
+        RunFolder.open(tmp_path, config)
+
+
+def test_a_run_under_way_takes_no_other_data(tmp_path: Path) -> None:
+    folder = RunFolder.open(tmp_path, make_config())
+    folder.check_data("before")
+    folder.begin()
+    RunFolder.open(tmp_path, make_config()).check_data("after")  # nothing was trained on them yet
+    save(tmp_path, make_config(), step=4)
+    again = RunFolder.open(tmp_path, make_config())
+    again.check_data("before")
+    with pytest.raises(EditError, match=r"the data have changed .* before → after"):
+        again.check_data("after")
+
+
+def test_a_path_and_the_same_path_written_whole_are_no_other_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").touch()
+    config = make_config()
+    data = config.data.model_copy(update={"train": "rows.jsonl"})
+    config = config.model_copy(update={"data": data})
+    RunFolder.open(tmp_path / "run", config).begin()
+    save(tmp_path / "run", config, step=4)
+    assert RunFolder.open(tmp_path / "run", whole_paths(config)).steps_done == 4
+    assert whole_paths(config).data.train == str(tmp_path / "rows.jsonl") and config.model.name == "builtin"
 
 
 def test_resuming_wants_a_run(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from malmen.config import ModelConfig
 from malmen.data.world import world_records
 from malmen.errors import EditError
 from malmen.lm import LanguageModel, load_lm
+from malmen.score import score
+from malmen.storage import RunStore
 from malmen.training import TrainingRun, evaluate_editor, evaluate_sets, make_editor, train
 
 
@@ -50,6 +52,16 @@ def test_a_killed_and_resumed_run_ends_in_the_same_editor(
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     for name, value in whole.editor.state_dict().items():
         assert torch.equal(resumed.editor.state_dict()[name], value), name
+
+
+@pytest.mark.slow
+def test_what_was_measured_is_saved_so_that_the_best_is_kept(lm: LanguageModel, tmp_path: Path) -> None:
+    config = make_config(eval_every=1, checkpoint_every=100, keep_checkpoints=1, meta_lr=0.3)
+    run = train(config, tmp_path, lm=lm)
+    scores = {row["step"]: score(row["scores"]) for row in run.history if row.get("scores")}
+    best = max(scores, key=lambda step: (scores[step], step))
+    kept = [int(name[-7:]) for name in RunStore(tmp_path).checkpoints()]
+    assert kept == sorted({best, 6}) and set(scores) == {1, 2, 3, 4, 5}
 
 
 @pytest.mark.slow

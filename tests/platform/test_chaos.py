@@ -66,6 +66,7 @@ def test_an_actor_is_killed_in_every_phase_of_a_step(
     assert_same_editor(found.checkpoint, uninterrupted)
 
 
+@pytest.mark.deepspeed
 @pytest.mark.usefixtures("ray_cluster")
 def test_lm_ranks_and_the_only_actor_are_killed(
     models: Path, uninterrupted: Editor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -74,10 +75,12 @@ def test_lm_ranks_and_the_only_actor_are_killed(
     monkeypatch.setattr(
         "malmen.platform.hypernet_group.HypernetActor", dying_actor({5: ("backward", "before")}, tmp_path)
     )
-    monkeypatch.setattr("malmen.platform.train.train_loop", dying_loop({3: "meta_backward"}, tmp_path))
-    config = make_platform_config("gpt2", models, training=STEPS, cluster={"lm_workers": 2})
+    deaths = {3: "meta_backward", 4: "trace"}
+    monkeypatch.setattr("malmen.platform.train.train_loop", dying_loop(deaths, tmp_path))
+    cluster = {"lm_workers": 2, "max_failures": 4}
+    config = make_platform_config("gpt2", models, training=STEPS, cluster=cluster, lm={"sharding": "zero3"})
     found = train(config, tmp_path / "run")
-    assert {path.name for path in tmp_path.glob("*[0-9]*")} == {"actor5", "lm3meta_backward"}
+    assert {path.name for path in tmp_path.glob("*[0-9]*")} == {"actor5", "lm3meta_backward", "lm4trace"}
     assert_same_editor(found.checkpoint, uninterrupted)
 
 
@@ -125,4 +128,5 @@ def test_a_node_is_removed_with_the_lm_worker_and_an_actor_on_it(
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280, cwd=tmp_path,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr[-3000:]
+    assert len(list(tmp_path.glob("waited-*"))) == 2  # the rank on the lost node, and the one that did its work
     assert_same_editor(tmp_path / "run", uninterrupted)

@@ -51,6 +51,15 @@ def test_a_relative_folder_in_a_ray_job_is_wrong_usage(malmen: Run, monkeypatch:
     assert (code, "give a whole path" in err) == (2, True), err
 
 
+def test_a_ray_job_that_keeps_its_run_elsewhere_says_where_mlflow_is(
+    malmen: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    code, _, err = malmen("train", "builtin", "--out", "s3://bucket/run")
+    assert code == 2 and "give tracking.uri" in " ".join(err.split())
+
+
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
@@ -220,6 +221,26 @@ time.sleep(600)
 """
 
 
+def watchers(tracker: Tracker) -> list[psutil.Process]:
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if {"malmen.platform.watcher", tracker.driver} <= set(process.info["cmdline"] or ())
+    ]
+
+
+def test_a_watcher_descends_from_nobody_and_outlives_a_sigterm(runs: Path, client: MlflowClient) -> None:
+    """`ray job stop` sends SIGTERM, then SIGKILL, to all that descend from a driver."""
+    with start(runs) as tracker:
+        family = psutil.Process().children
+        assert wait_for(lambda: not set(watchers(tracker)) & set(family(recursive=True)), seconds=60)
+        (watcher,) = watchers(tracker)
+        watcher.terminate()
+        assert run_of(client, tracker).info.status == "RUNNING"
+        assert watcher.is_running()
+    assert wait_for(lambda: not watchers(tracker), seconds=60)
+
+
 @pytest.mark.slow  # three interpreters import mlflow
 @pytest.mark.timeout(600)
 def test_a_killed_driver_leaves_no_running_run(runs: Path, client: MlflowClient) -> None:
@@ -240,7 +261,7 @@ def test_the_watcher_of_a_dead_driver_leaves_the_resumed_run_alone(runs: Path, c
     with Tracker.start(Config(), f"{runs}/a", {}, run_id=dead.run_id) as resumed:
         assert dead._watcher is not None and dead._watcher.stdin is not None
         dead._watcher.stdin.close()  # as the end of its process would
-        assert dead._watcher.wait(300) == 0
+        assert wait_for(lambda: not watchers(dead), seconds=300)
         assert run_of(client, resumed).info.status == "RUNNING"
 
 

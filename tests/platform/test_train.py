@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ray
 from chaos import hanging_actor, overflowing_loop
+from mlflow import MlflowClient
 from platform_runs import make_platform_config, train_in_turn
 from torch.testing import assert_close
 
@@ -21,8 +22,9 @@ from malmen.layers import find_layers
 from malmen.lm import load_skeleton
 from malmen.platform.board import Board
 from malmen.platform.hypernet_group import HypernetGroup
+from malmen.platform.tracking import Tracker
 from malmen.platform.train import TrainedEditor, _follow, train
-from malmen.sampling import validation_records
+from malmen.sampling import data_fingerprint, validation_records
 from malmen.training import evaluate_editor
 from malmen.training import train as train_alone
 
@@ -139,6 +141,38 @@ def test_a_model_loaded_in_parts_gives_the_whole_models_scores(two_ranks: Runs, 
     state = load_editor(found["float32"].checkpoint).state_dict()
     assert_close(dict(state), dict(editor.state_dict()), rtol=1e-3, atol=1e-4)
     assert found["float32"].scores["max_shift_ratio"] == pytest.approx(scores["max_shift_ratio"], rel=1e-3)
+
+
+def test_a_run_on_a_storage_that_only_fsspec_knows_is_logged_and_registered_by_the_same_command(
+    models: Path, tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has all its steps when the registry fails; only what is left is done then."""
+    uri, out = f"sqlite:///{tmp_path / 'mlflow.db'}", f"elsewhere://{tmp_path / 'run'}"
+    config = make_platform_config("gpt2", models, tracking={"enabled": True, "uri": uri})
+    with monkeypatch.context() as patch:
+        patch.setattr(Tracker, "register", _registry_is_away)
+        with pytest.raises(EditError, match="the registry is away"):
+            train(config, out)
+    found = train(config, out)
+    assert found.checkpoint == f"{out}/checkpoint-0000003" and found.registered is not None
+    assert_equal_runs(found, alone(config))
+    with pytest.raises(EditError, match="already holds a finished run"):
+        train(config, out)
+    run = MlflowClient(uri).get_run(found.tracking_run)
+    layers = [f"transformer.h.{block}.mlp.c_proj" for block in (1, 2)]
+    assert run.info.status == "FINISHED" and run.data.tags["data"] == data_fingerprint(config)
+    assert {
+        "loss/generalization", "loss/locality", "loss/meta", "grad_norm", "bytes_moved", "seconds/step",
+        *(f"seconds/{stage}" for stage in ("trace", "send", "solve", "meta_loss", "hypernet", "adam")),
+        *(f"{scalar}/{layer}" for scalar in ("damping", "edit_lr") for layer in layers),
+        *(f"held_out/{name}" for name in ("edit_success", "generalization_success", "locality_success")),
+        "memory_mb/lm0/rss", "memory_mb/hypernet0/rss",
+    } <= set(run.data.metrics), sorted(run.data.metrics)  # fmt: skip
+    assert run.data.metrics["loss/meta"] == pytest.approx(found.history[2]["meta_loss"])
+
+
+def _registry_is_away(*_args: object) -> None:
+    raise EditError("the registry is away")
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(

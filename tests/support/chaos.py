@@ -72,6 +72,29 @@ def dying_loop(deaths: Mapping[int, str], marks: Path) -> Callable[[Mapping[str,
     return loop
 
 
+def waiting_loop(step: int, mark: Path) -> Callable[[Mapping[str, Any]], None]:
+    """The ranks' loop, in which they note who they are and wait at a step until the mark is there."""
+
+    def loop(settings: Mapping[str, Any]) -> None:
+        from malmen.platform import train_loop
+        from malmen.platform.lm_worker import LMWorker
+
+        class WaitingWorker(LMWorker):
+            def meta_backward(self, at: int, *args: Any) -> Any:
+                if at == step:
+                    mark.with_name(f"waited-{os.getpid()}").touch()
+                    for _ in range(600):
+                        if mark.exists():
+                            break
+                        threading.Event().wait(0.1)
+                return super().meta_backward(at, *args)
+
+        train_loop.LMWorker = WaitingWorker  # type: ignore[misc]
+        train_loop.train_loop(settings)
+
+    return loop
+
+
 def hanging_actor() -> type[HypernetActor]:
     """HypernetActor that can be asked to hang, as one does whose peer is lost."""
 

@@ -14,7 +14,10 @@ import ray
 from ray.cluster_utils import Cluster
 
 from malmen.config import Config
-from malmen.platform.train import Listener, train
+from malmen.platform import train as platform_train
+
+sys.path.insert(0, str(Path(__file__).parent))
+from chaos import waiting_loop
 
 if __name__ == "__main__":
     config = Config.model_validate_json(Path(sys.argv[1]).read_text())
@@ -24,14 +27,16 @@ if __name__ == "__main__":
     lost = cluster.add_node(num_cpus=2, resources=roles)
     other = cluster.add_node(num_cpus=1, resources={"hypernet": 1})
     ray.init(address=cluster.address, log_to_driver=False)
-    events: list[str] = []
+    removed = Path(sys.argv[2]).parent / "removed"
+    platform_train.train_loop = waiting_loop(2, removed)  # its rank is in the middle of step 2 then
 
     def on_step(step: int, _report: Any) -> None:
-        if step == 2:
+        if step == 2 and not removed.exists():
             cluster.add_node(num_cpus=2, resources=roles)
             cluster.remove_node(lost, allow_graceful=False)
+            removed.touch()
 
-    trained = train(config, sys.argv[2], listener=Listener(step=on_step, event=events.append))
-    assert trained.steps == config.training.steps, events
+    trained = platform_train.train(config, sys.argv[2], listener=platform_train.Listener(step=on_step))
+    assert trained.steps == config.training.steps
     ray.shutdown()
     cluster.shutdown()

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from malmen.config import Config, load_config, parse_config
+from malmen.config import Config, load_config, parse_config, whole_paths
 from malmen.errors import EditError, UsageError
 from malmen.files import at_work, whole_file
 from malmen.platform.cli_options import resolve_config
@@ -100,10 +100,7 @@ def _run(
 def base_config(settings: ExperimentConfig) -> Config:
     """What all variants have in common; files of data by their whole paths, because tasks run elsewhere."""
     config = load_config(resolve_config(settings.config), (), settings.settings)
-    raw = config.model_dump(mode="json")
-    for section, key in (("data", "train"), ("data", "validation"), ("model", "name")):
-        if Path(raw[section][key]).exists():
-            raw[section][key] = str(Path(raw[section][key]).absolute())
+    raw = whole_paths(config).model_dump(mode="json")
     raw["baselines"]["memit"]["cache_dir"] = str(Path(raw["baselines"]["memit"]["cache_dir"]).absolute())
     return parse_config(raw, settings.config)
 

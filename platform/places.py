@@ -1,0 +1,36 @@
+"""Where a run's things lie, so that they are still there when its processes are gone."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from malmen.config import Config
+from malmen.errors import UsageError
+from malmen.storage import RunStore
+
+
+def in_ray_job() -> bool:
+    """Whether this is the driver of a Ray job; its workers have the same copy of the working directory."""
+    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+
+
+def check_lasting(config: Config, out: str | Path) -> None:
+    """What lies in a Ray job's copy of the working directory is gone with the job."""
+    if "://" not in str(out):
+        if not Path(out).is_absolute():
+            raise UsageError(
+                f"--out {out} would lie in the Ray job's temporary copy of the working directory: give a whole path"
+            )
+    elif config.tracking.enabled and not (config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")):
+        raise UsageError(
+            f"with --out {out} MLflow's store would lie in the Ray job's temporary copy of the working directory: "
+            "give tracking.uri=http://… or sqlite:////whole/path/mlflow.db, or tracking.enabled=false"
+        )
+
+
+def ray_train_folder(run: str) -> str:
+    """For Ray Train's notes, through which no checkpoint goes: a disk will do where its storage does not know the URL."""
+    store = RunStore(run)
+    return str(store.join(".ray_train") if store.is_local else Path(tempfile.gettempdir()) / "malmen-ray-train")
