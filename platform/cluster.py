@@ -7,7 +7,7 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
@@ -140,6 +140,29 @@ def check_room(config: ClusterConfig, roles: Roles) -> None:
         raise EditError(_what_is_missing(config, roles)) from error
     finally:
         remove_placement_group(group)
+
+
+def room_for_runs(
+    config: ClusterConfig, roles: Roles, nodes: Sequence[Mapping[str, float]], free: Mapping[str, float]
+) -> int:
+    """How many such runs there is room for at the same time: each process on one node, all from what is free."""
+    bundles = [roles.lm] * config.lm_workers + [roles.hypernet] * config.hypernet_actors
+    if not any(bundles):
+        return 1
+    left, free_left, runs = [dict(node) for node in nodes], dict(free), 0
+    while all(_take(bundle, left) and _take(bundle, [free_left]) for bundle in bundles):
+        runs += 1
+    return max(1, runs)
+
+
+def _take(bundle: Mapping[str, float], places: Sequence[dict[str, float]]) -> bool:
+    """From the first place that has it."""
+    for place in places:
+        if all(place.get(name, 0.0) >= amount - 1e-9 for name, amount in bundle.items()):
+            for name, amount in bundle.items():
+                place[name] -= amount
+            return True
+    return False
 
 
 def actor_options(resources: Mapping[str, float]) -> dict[str, Any]:

@@ -31,6 +31,6 @@ def check_lasting(config: Config, out: str | Path) -> None:
 
 
 def ray_train_folder(run: str) -> str:
-    """For Ray Train's notes, through which no checkpoint goes: a disk will do where its storage does not know the URL."""
+    """For Ray Train's notes, which hold no checkpoint: a disk will do where its storage does not know the URL."""
     store = RunStore(run)
     return str(store.join(".ray_train") if store.is_local else Path(tempfile.gettempdir()) / "malmen-ray-train")

@@ -93,7 +93,9 @@ def with_evaluations(base: Config, sweep: SweepConfig) -> tuple[Config, int]:
         raise UsageError(f"grace_steps={grace} of the space is more than training.steps={training.steps}")
     raw = base.model_dump(mode="json")
     # A trial that ends at an evaluation, or is killed after it, has a checkpoint of that step.
-    raw["training"] |= {"eval_every": every, "checkpoint_every": every}
+    # All are asked about as many edits, whatever number each is trained on.
+    edits = training.eval_edits or training.num_edits
+    raw["training"] |= {"eval_every": every, "checkpoint_every": every, "eval_edits": edits}
     return parse_config(raw, "the sweep"), grace
 
 

@@ -12,7 +12,6 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,11 @@ from malmen.config import Config, parse_config
 from malmen.errors import EditError, UsageError
 from malmen.files import at_work
 from malmen.lm import load_skeleton
-from malmen.platform.cluster import Roles, check_room, connected, size_roles
+from malmen.platform.cluster import Roles, check_room, connected, room_for_runs, size_roles
 from malmen.platform.mlflow_store import absolute
 from malmen.platform.tracking import Tracker, tracking_uri
+from malmen.sampling import data_fingerprint, validation_records
+from malmen.training import check_enough
 from malmen.tune.champion import Champion, crown
 from malmen.tune.follow import Follower, SweepListener, end_tracking_run
 from malmen.tune.record import SweepFolder, TrialRecord
@@ -62,6 +63,8 @@ def sweep(
     """Try a space; an unfinished sweep of the same config and space in `out` is gone on with."""
     config, grace = with_evaluations(config, space)
     check_space(config, space, load_skeleton(config.model)[0])
+    data_fingerprint(config)  # the files can be read
+    check_enough(validation_records(config), config.training.eval_edits or 1)
     folder = SweepFolder(_place(out))
     with at_work(folder.path):
         return _sweep(config, space, grace, folder, address, listener or SweepListener())
@@ -75,7 +78,10 @@ def _sweep(
         roles = size_roles(config.cluster, own=own)
         config = _for_trials(config, folder, roles)
         facts = folder.begin(config, space)
-        room = _room(config, roles, ray.cluster_resources() if own else ray.available_resources())
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        room = room_for_runs(
+            config.cluster, roles, nodes, ray.cluster_resources() if own else ray.available_resources()
+        )
         check_room(config.cluster, roles)
         tags = {"malmen.sweep": str(folder.path)}
         with Tracker.start(config, str(folder.path), tags, facts.get("mlflow_run")) as tracker:
@@ -196,18 +202,6 @@ class _Asha(AsyncHyperBandScheduler):
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
         decision = super().on_trial_result(tune_controller, trial, result)
         return str(TrialScheduler.CONTINUE if result["told"] else decision)
-
-
-def _room(config: Config, roles: Roles, there: Mapping[str, float]) -> int:
-    """How many trials there is room for at the same time."""
-    needed: dict[str, float] = {}
-    for count, resources in (
-        (config.cluster.lm_workers, roles.lm),
-        (config.cluster.hypernet_actors, roles.hypernet),
-    ):
-        for name, amount in resources.items():
-            needed[name] = needed.get(name, 0.0) + count * amount
-    return max(1, int(min((there.get(name, 0.0) / amount for name, amount in needed.items()), default=1.0)))
 
 
 def _log(tracker: Tracker, folder: SweepFolder, champion: Champion, report: Path) -> None:

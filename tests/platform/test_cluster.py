@@ -107,6 +107,23 @@ def test_roles_overlap_unless_they_share_one_machines_cores(
     assert size_roles(ClusterConfig(overlap=wanted, lm_gpus=gpus), own=own).overlap is overlap
 
 
+@pytest.mark.parametrize(
+    ("nodes", "free", "runs"),
+    [
+        ([{"CPU": 8}], {"CPU": 8}, 2),
+        ([{"CPU": 8}], {"CPU": 5}, 1),  # others work there too
+        ([{"CPU": 4}, {"CPU": 4}, {"CPU": 4}], {"CPU": 12}, 3),
+        ([{"CPU": 2}] * 6, {"CPU": 12}, 1),  # twelve in all, but no node has three
+        ([{"CPU": 1}], {"CPU": 1}, 1),  # one is tried all the same, and says what is missing
+    ],
+)
+def test_runs_at_the_same_time_are_as_many_as_the_nodes_can_hold(
+    nodes: list[dict[str, float]], free: dict[str, float], runs: int
+) -> None:
+    roles = Roles({"CPU": 3}, {"CPU": 1}, 1, 1, overlap=True)
+    assert room_for_runs(ClusterConfig(), roles, nodes, free) == runs
+
+
 def test_resources_are_shown_without_rays_own() -> None:
     found = {"CPU": 2.0, "node:1.2.3.4": 1.0, "memory": 1e9, "object_store_memory": 1e9, "GPU": 0.0, "lm": 1.5}
     assert describe_resources(found) == "2 CPU, 1.5 lm"

@@ -19,7 +19,7 @@ class _Hanging(_Run):
 class UnsoundTrial(SweepTrial):
     """As any other, but for three of them: one's score is NaN, one raises, of one nothing is ever heard."""
 
-    SENSELESS, RAISES, HANGS = 1, 2, 3
+    SENSELESS, RAISES, HANGS = 2, 3, 4
 
     def start(self, run: _Run) -> _Run:
         number, raw = self.record.number, run.config.model_dump(mode="json")

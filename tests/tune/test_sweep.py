@@ -18,7 +18,7 @@ from torch.testing import assert_close
 from malmen.checkpoint import load_editor
 from malmen.checkpoint_files import latest_checkpoint
 from malmen.config import Config
-from malmen.errors import UsageError
+from malmen.errors import EditError, UsageError
 from malmen.lm import load_lm
 from malmen.platform.registry import download_editor
 from malmen.sampling import validation_records
@@ -34,7 +34,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.ma
 COEF, EDIT_LR = "training.locality_coef", "editor.edit_lr"
 SOUND = {"layers": "last:2", COEF: 0.5, EDIT_LR: 0.01}
 WEAK = {"layers": "last:1", COEF: 2.0, EDIT_LR: 1e4}  # changes everything, so early stopping ends it
-TRIALS: list[dict[str, Any]] = [SOUND, SOUND, SOUND, SOUND, WEAK]  # the middle three are UnsoundTrial's
+OTHER = {"layers": "last:1", COEF: 0.5, EDIT_LR: 0.01}
+TRIALS: list[dict[str, Any]] = [SOUND, OTHER, SOUND, SOUND, SOUND, WEAK]  # the third to fifth are UnsoundTrial's
 
 
 def make_space(**changes: Any) -> SweepConfig:
@@ -61,7 +62,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def swept(home: Path, request: pytest.FixtureRequest) -> SweepResult:
-    """Killed while its first trial runs, one at a time; the same command, two at a time, does the rest."""
+    """Killed while its second trial runs, one at a time; the same command, two at a time, does the rest."""
     from unsound_trials import UnsoundTrial
 
     request.getfixturevalue("ray_cluster")
@@ -74,10 +75,11 @@ def swept(home: Path, request: pytest.FixtureRequest) -> SweepResult:
     command = [sys.executable, "-m", "malmen.tune.sweep", "config.yaml", "sweep.concurrent=1"]
     driver = start_driver([*command, "--space", "space.yaml", "--out", "sweep"], home)
     try:
-        wait_until(lambda: is_under_way(folder, 0), "the first trial", 150, driver)
+        wait_until(lambda: is_under_way(folder, 1), "the second trial", 150, driver)
     finally:
         driver.kill()
         driver.wait(30)
+    (home / "ended.json").write_text(json.dumps(times_of(folder.trial_path(0))))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("malmen.tune.sweep.SweepTrial", UnsoundTrial)
         return sweep(config, space, folder.path)
@@ -87,6 +89,11 @@ def is_under_way(folder: SweepFolder, number: int) -> bool:
     """Whether this trial has been evaluated and has not ended."""
     trial = folder.get(number)
     return trial is not None and not trial.ended and trial.last is not None
+
+
+def times_of(folder: Path) -> dict[str, int]:
+    """When each file was written."""
+    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
 def runs(home: Path) -> dict[str, Any]:
@@ -105,27 +112,36 @@ def known(scores: dict[str, Any]) -> dict[str, float]:
 
 
 def test_trials_that_fail_are_reported_and_do_not_end_the_sweep(swept: SweepResult) -> None:
-    assert [trial.status for trial in swept.trials] == ["finished", "failed", "failed", "failed", "stopped"]
-    senseless, gone, hung = (trial.why for trial in swept.trials[1:4])
+    assert [trial.status for trial in swept.trials] == ["finished", "finished", "failed", "failed", "failed", "stopped"]
+    senseless, gone, hung = (trial.why for trial in swept.trials[2:5])
     assert "step 1: the score is nan" in senseless
     assert "/nowhere/model" in gone
     assert "longer than trial_seconds=1" in hung
     page = swept.report.read_text(encoding="utf-8")
-    assert all(html.escape(trial.why) in page for trial in swept.trials[1:])
+    assert all(html.escape(trial.why) in page for trial in swept.trials[2:])
 
 
 def test_early_stopping_ends_a_weak_trial_at_its_first_rung(swept: SweepResult) -> None:
-    """It is judged against the trial that was evaluated before the sweep was killed."""
-    weak = swept.trials[4]
+    """It is judged against the trials that were evaluated before the sweep was killed."""
+    weak = swept.trials[5]
     assert [judged.step for judged in weak.judgements] == [1] and "step 1" in weak.why
     assert weak.judgements[0].score < swept.trials[0].judgements[0].score
 
 
-def test_no_evaluation_of_a_killed_sweep_is_lost_and_no_step_is_counted_twice(swept: SweepResult) -> None:
-    assert [judged.step for judged in swept.trials[0].judgements] == [1, 2, 3, 4]
-    rows = (swept.folder / "trials" / "trial-0000" / "history.jsonl").read_text(encoding="utf-8").splitlines()
+@pytest.mark.parametrize("number", [0, 1])
+def test_no_evaluation_of_a_killed_sweep_is_lost_and_no_step_is_counted_twice(swept: SweepResult, number: int) -> None:
+    assert [judged.step for judged in swept.trials[number].judgements] == [1, 2, 3, 4]
+    rows = (swept.folder / "trials" / f"trial-{number:04d}" / "history.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [json.loads(row)["step"] for row in rows if "meta_loss" in row]
     assert steps == sorted(set(steps)) and steps[-1] == 4
+
+
+def test_a_trial_that_had_ended_before_the_sweep_was_killed_was_not_touched_again(
+    swept: SweepResult, home: Path
+) -> None:
+    ended = json.loads((home / "ended.json").read_text())
+    assert any("checkpoint-0000004" in path for path in ended)
+    assert times_of(swept.folder / "trials" / "trial-0000") == ended
 
 
 def test_a_trial_equals_the_same_training_by_itself(swept: SweepResult, tmp_path: Path) -> None:
@@ -149,15 +165,15 @@ def test_mlflow_holds_one_ended_run_for_each_trial_below_the_sweeps(swept: Sweep
     assert parent.info.run_id == swept.tracking_run and parent.info.status == "FINISHED"
     # Of those that failed, one raised before its training had a run, and the others never began one.
     assert {name: run.info.status for name, run in found.items()} == {
-        "trial-0000": "FINISHED", "trial-0001": "FAILED", "trial-0002": "FAILED", "trial-0003": "FAILED",
-        "trial-0004": "FINISHED",
+        "trial-0000": "FINISHED", "trial-0001": "FINISHED", "trial-0002": "FAILED", "trial-0003": "FAILED",
+        "trial-0004": "FAILED", "trial-0005": "FINISHED",
     }  # fmt: skip
     assert all(run.data.tags["mlflow.parentRunId"] == parent.info.run_id for run in found.values())
     assert {found[f"trial-{trial.number:04d}"].info.run_id for trial in swept.trials} == {
         trial.tracking_run for trial in swept.trials
     }
-    assert "/nowhere/model" in found["trial-0002"].data.tags["sweep.why"]
-    for number, status in ((0, "finished"), (4, "stopped")):
+    assert "/nowhere/model" in found["trial-0003"].data.tags["sweep.why"]
+    for number, status in ((0, "finished"), (1, "finished"), (5, "stopped")):
         run = found[f"trial-{number:04d}"]
         assert (run.data.tags["sweep.status"], run.data.tags["sweep.layers"]) == (status, TRIALS[number]["layers"])
         assert run.data.metrics["sweep/score"] == pytest.approx(swept.trials[number].last.score)  # type: ignore[union-attr]
@@ -206,4 +222,8 @@ def test_nothing_of_a_sweep_is_left_running(swept: SweepResult) -> None:
 def test_a_space_that_does_not_fit_the_model_is_an_error_before_anything_is_written(home: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="layer set 'last:9'"):
         sweep(make_config(home), make_space(layer_sets=["last:9"]), tmp_path / "sweep")
+    config = make_config(home)
+    gone = config.model_copy(update={"data": config.data.model_copy(update={"train": "/nowhere.jsonl"})})
+    with pytest.raises(EditError, match=r"cannot read the data file '/nowhere\.jsonl'"):
+        sweep(gone, make_space(), tmp_path / "sweep")
     assert not (tmp_path / "sweep").exists()
