@@ -79,9 +79,8 @@ def _sweep(
         config = _for_trials(config, folder, roles)
         facts = folder.begin(config, space)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        room = room_for_runs(
-            config.cluster, roles, nodes, ray.cluster_resources() if own else ray.available_resources()
-        )
+        free = ray.cluster_resources() if own else ray.available_resources()
+        room = room_for_runs(config.cluster, roles, nodes, free)
         check_room(config.cluster, roles)
         tags = {"malmen.sweep": str(folder.path)}
         with Tracker.start(config, str(folder.path), tags, facts.get("mlflow_run")) as tracker:

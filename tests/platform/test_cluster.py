@@ -14,7 +14,14 @@ from small_runs import SMALL
 
 from malmen.config import ClusterConfig
 from malmen.errors import EditError, UsageError
-from malmen.platform.cluster import _check_answers, check_room, describe_resources, size_roles
+from malmen.platform.cluster import (
+    Roles,
+    _check_answers,
+    check_room,
+    describe_resources,
+    room_for_runs,
+    size_roles,
+)  # fmt: skip
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -148,6 +148,7 @@ def test_a_grid_has_every_point_once() -> None:
 def test_trials_are_evaluated_and_saved_where_early_stopping_looks() -> None:
     config, grace = with_evaluations(Config.model_validate({"training": {"steps": 80}}), space())
     assert (grace, config.training.eval_every, config.training.checkpoint_every) == (10, 10, 10)
+    assert config.training.eval_edits == config.training.num_edits  # also where num_edits is swept
     config, grace = with_evaluations(Config.model_validate({"training": {"eval_every": 5}}), space(grace_steps=20))
     assert (grace, config.training.eval_every, config.training.checkpoint_every) == (20, 5, 5)
     with pytest.raises(UsageError, match=r"no multiple of training\.eval_every=30"):
