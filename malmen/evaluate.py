@@ -50,6 +50,8 @@ class FactReport:
     right_after: bool
     before: str | None = None  # generated text
     after: str | None = None
+    forced_before: str = ""  # the most probable token at each place, given the answer before it
+    forced_after: str = ""
 
 
 @dataclass
@@ -173,6 +175,13 @@ def _agreement(before: list[list[int]], after: list[list[int]]) -> float | None:
     return _mean(one == other for one, other in pairs) if pairs else None
 
 
+def _text(lm: LanguageModel, ids: list[int]) -> str:
+    if lm.kind != "classifier":
+        return decode(lm, ids)
+    names = getattr(lm.model.config, "id2label", {})
+    return " ".join(str(names.get(one, one)) for one in ids)
+
+
 def _reports(
     lm: LanguageModel,
     facts: dict[str, list[Fact]],
@@ -184,9 +193,9 @@ def _reports(
         before, after = tables["before"][role], tables["after"][role]
         for index, fact in enumerate(some):
             targets = encoded[role][index].targets
-            report = FactReport(
-                role, fact.prompt, fact.answer, before.predicted[index] == targets, after.predicted[index] == targets
-            )
+            forced = before.predicted[index], after.predicted[index]
+            report = FactReport(role, fact.prompt, fact.answer, forced[0] == targets, forced[1] == targets)
+            report.forced_before, report.forced_after = (_text(lm, ids) for ids in forced)
             if before.generated is not None and after.generated is not None:
                 report.before, report.after = decode(lm, before.generated[index]), decode(lm, after.generated[index])
             reports.append(report)

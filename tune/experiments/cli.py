@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from malmen.errors import UsageError
+from malmen.errors import EditError, UsageError
 from malmen.platform.cli_options import AsJson
 from malmen.tune.experiments.settings import KINDS, load_experiment
 
@@ -101,13 +101,19 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """All experiments, and one page that shows them."""
-    began = time.perf_counter()
-    written = _run(KINDS, preset, overrides, out, address)
     import json
 
     from malmen.tune.experiments.findings import findings
     from malmen.tune.experiments.report import write_report
 
+    began = time.perf_counter()
+    try:
+        written = _run(KINDS, preset, overrides, out, address)
+    except EditError as error:
+        if isinstance(error, UsageError) or not (out / "results").is_dir():
+            raise
+        page = write_report(out.absolute())  # of what there is
+        raise EditError(f"{error}; what there is stands in {page}") from error
     page = write_report(out.absolute())
     found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in written}
     told = [{"expected": text, "holds": held} for text, held in findings(found)]

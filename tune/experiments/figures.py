@@ -47,9 +47,9 @@ def _figure(columns: int, width: float = 3.6, height: float = 3.4) -> tuple[Figu
 
 
 def _title(figure: Figure, found: dict[str, Any], text: str) -> None:
-    seeds = len(found["seeds"])
-    figure.suptitle(f"{text} · {found['model']}, {seeds} seed{'s' if seeds > 1 else ''} (mean ± standard deviation)",
-                    fontsize=9)  # fmt: skip
+    seeds = ", ".join(map(str, found["seeds"]))
+    what = "mean ± standard deviation over seeds" if len(found["seeds"]) > 1 else "seed"
+    figure.suptitle(f"{text} · {found['model']} · {what} {seeds}", fontsize=9)
 
 
 def _band(axes: Axes, rows: Sequence[dict[str, Any]], name: str, scale: float, label: str, variant: str) -> None:
@@ -149,7 +149,7 @@ def _memory(found: dict[str, Any]) -> Figure:
     _over_edits(axes, [row["edits"] for row in found["rows"]])
     axes.set_ylim(bottom=0)
     axes.set_ylabel("peak memory of the process (MB)")
-    axes.set_title(f"One meta-training step · {found['model']}, one run each", fontsize=9)
+    axes.set_title(f"One meta-training step · {found['model']} · one process each, seed {found['seed']}", fontsize=9)
     axes.legend(fontsize=8)
     return figure
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 RIVALS = ("mend", "ft", "memit", "ultraedit")
+SCORE = "harmonic mean of ES, GS and LS (LS as a share of the unedited model's)"
 _MANY = 32  # edits from which on MALMEN is to be ahead
 
 
@@ -36,13 +37,17 @@ def _ahead(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
     for edits in sorted({row["edits"] for row in rows if row["edits"] >= _MANY}):
         mine = _mean(_find(rows, variant="malmen", edits=edits), "score")
         others = {name: _mean(_find(rows, variant=name, edits=edits), "score") for name in RIVALS}
-        there = {name: value for name, value in others.items() if value is not None}
-        if mine is None or not there:
+        asked = {name: value for name, value in others.items() if _find(rows, variant=name, edits=edits)}
+        if _find(rows, variant="malmen", edits=edits) is None or not asked:
             continue
-        shown = ", ".join(f"{name} {100 * value:.1f}" for name, value in there.items())
-        told.append((f"at {edits} edits MALMEN's harmonic mean of ES, GS and LS, {100 * mine:.1f}, is above {shown}",
-                     all(mine > value for value in there.values())))  # fmt: skip
+        shown = ", ".join(f"{name} {_percent(value)}" for name, value in asked.items())
+        text = f"at {edits} edits MALMEN's {SCORE}, {_percent(mine)}, is above {shown}"
+        told.append((text, mine is not None and all(value is None or mine > value for value in asked.values())))
     return told
+
+
+def _percent(value: float | None) -> str:
+    return "(failed)" if value is None else f"{100 * value:.1f}"
 
 
 def _residuals(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:

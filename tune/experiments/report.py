@@ -101,7 +101,8 @@ def _page(found: dict[str, Any], about: dict[str, Any], results: Path) -> str:
 <p>Held-out facts, {len(experiment["seeds"])} seeds, {config["training"]["steps"]} steps of meta-training with
 {_edits_a_step(config["training"])} edits each. ES, GS and LS are shares of right answer tokens in %,
 teacher-forced; “gen.” are whole answers, decoded greedily. Agreement is the share of unrelated tokens that the
-edited model predicts as the unedited one does.</p>
+edited model predicts as the unedited one does. The harmonic mean is of ES, GS, and LS as a share of the unedited
+model's. ± is the standard deviation over the seeds {", ".join(map(str, experiment["seeds"]))}.</p>
 <h2>What was expected</h2><ul>{checks}</ul>
 {sections}
 <h2>Settings</h2><details><summary>all of them</summary><pre>{settings}</pre></details>
@@ -126,7 +127,7 @@ def _section(kind: str, found: dict[str, Any], results: Path) -> str:
 
 
 def _residuals(found: dict[str, Any]) -> str:
-    return _scores(found, {"mean_residual": "MR", **SHORT})  # what it is about stands first
+    return _scores(found, {"mean_residual": "MR", **SHORT, "locality_agreement": "agreement"})
 
 
 def _scores(found: dict[str, Any], names: dict[str, str] = COLUMNS) -> str:
@@ -173,4 +174,6 @@ def _failures(found: dict[str, Any]) -> str:
         for row in found["rows"]
     )  # fmt: skip
     head = "".join(f"<th>{text}</th>" for text in ("method", "went wrong", "asked", "should be", "before", "after"))
-    return f"<p>{found['edits']} edits, the first seed.</p><table><tr>{head}</tr>{rows}</table>"
+    forced = any(row.get("forced") for row in found["rows"])
+    how = "the most probable token at each place of the answer, given what is before it" if forced else "as generated"
+    return f"<p>{found['edits']} edits, the first seed; {how}.</p><table><tr>{head}</tr>{rows}</table>"

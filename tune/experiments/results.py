@@ -98,11 +98,12 @@ def _rounds(settings: ExperimentConfig, config: Config, store: Cells) -> dict[st
     return {"rows": rows}
 
 
-def _memory(_settings: ExperimentConfig, _config: Config, store: Cells) -> dict[str, Any]:
+def _memory(settings: ExperimentConfig, config: Config, store: Cells) -> dict[str, Any]:
     path = store.folder / "cells" / "memory.json"
     return {
         "rows": json.loads(path.read_text(encoding="utf-8")) if path.exists() else [],
-        "limit_gb": _settings.memory_gb,
+        "limit_gb": settings.memory_gb,
+        "seed": config.seed,
     }
 
 

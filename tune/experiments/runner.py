@@ -197,6 +197,7 @@ def _run_memory(settings: ExperimentConfig, config: Config, folder: Path, listen
     """One process at a time, because they are about memory."""
     path = folder / "cells" / "memory.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    rows = [row for row in rows if "error" not in row]  # what failed is tried again
     for way in WAYS:
         for edits in settings.memory_edits:
             if any(row["way"] == way and row["edits"] == edits for row in rows):

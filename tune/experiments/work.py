@@ -24,7 +24,7 @@ from malmen.data.subjects import edits_of
 from malmen.edit_set import EditSet, fact_rows
 from malmen.editor import Editor
 from malmen.errors import EditError
-from malmen.evaluate import Evaluation, evaluate
+from malmen.evaluate import Evaluation, FactReport, evaluate
 from malmen.facts import encode_batches, fact_encoder
 from malmen.files import whole_file
 from malmen.lm import LanguageModel, load_lm
@@ -143,6 +143,13 @@ def failures_of(evaluation: Evaluation, number: int) -> list[dict[str, Any]]:
         wrong = [fact for fact in evaluation.facts if fact.role == role and not fact.right_after]
         if role == "unrelated":
             wrong = [fact for fact in wrong if fact.right_before]
-        rows += [{"what": what, **{key: getattr(fact, key) for key in ("prompt", "answer", "before", "after")}}
-                 for fact in wrong[:number]]  # fmt: skip
+        for fact in wrong[:number]:
+            rows.append({"what": what, "prompt": fact.prompt, "answer": fact.answer, **_said(fact)})
     return rows
+
+
+def _said(fact: FactReport) -> dict[str, Any]:
+    """Before and after: as generated, else the most probable token at each place of the answer."""
+    if fact.before is not None and fact.after is not None:
+        return {"before": fact.before, "after": fact.after}
+    return {"before": fact.forced_before, "after": fact.forced_after, "forced": True}

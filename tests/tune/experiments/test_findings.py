@@ -14,7 +14,7 @@ def row(variant: str, edits: int, score: float | None, residual: float = 1.0, **
     }  # fmt: skip
 
 
-def scaling(malmen: float, mend: float) -> dict[str, Any]:
+def scaling(malmen: float | None, mend: float) -> dict[str, Any]:
     return {
         "scaling": {
             "rows": [row("malmen", 64, malmen), row("mend", 64, mend), row("mend", 8, 0.99), row("ft", 64, None)]
@@ -25,8 +25,11 @@ def scaling(malmen: float, mend: float) -> dict[str, Any]:
 def test_malmen_is_ahead_only_if_it_is() -> None:
     ((text, held),) = findings(scaling(0.9, 0.8))
     assert held and "at 64 edits" in text and "90.0" in text and "mend 80.0" in text
+    assert "ft (failed)" in text
     ((_, held),) = findings(scaling(0.8, 0.9))
     assert not held
+    ((text, held),) = findings(scaling(None, 0.9))
+    assert not held and "(failed), is above" in text
 
 
 def test_the_residual_must_be_a_hundred_times_smaller() -> None:

@@ -224,6 +224,6 @@ def test_a_picture_can_be_drawn_again_from_its_json_alone(tmp_path: Path) -> Non
         for way in ("decomposed", "concatenated")
         for edits in (32, 64)
     ]
-    found = json.loads(json.dumps({"experiment": "memory", "model": "builtin", "seeds": [0], "rows": rows}))
+    found = json.loads(json.dumps({"experiment": "memory", "model": "builtin", "seeds": [0], "seed": 0, "rows": rows}))
     assert [path.suffix for path in draw(found, tmp_path)] == [".png", ".svg"]
     assert (tmp_path / "memory.svg").stat().st_size > 1000
