@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from platform_runs import make_platform_config
 
 from malmen.errors import EditError, UsageError
 from malmen.tune.experiments import work
@@ -95,6 +97,24 @@ def test_a_cell_is_the_same_edit_made_by_hand(settings: ExperimentConfig, tmp_pa
     shifts = FineTune(lm, config).edit(lm, edits_of(records)).shifts
     scores = evaluate(lm, records, shifts, config, generate=False).scores()
     assert found is not None and found["scores"] == scores
+
+
+@pytest.mark.parametrize("kind", ["t5", "bert"])
+def test_the_methods_are_compared_on_other_kinds_of_models_too(kind: str, tmp_path: Path) -> None:
+    config = make_platform_config(kind, tmp_path, training={"steps": 1})
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    layers = {"baselines.ultraedit.layers": "last:2"}
+    chosen = ExperimentConfig(
+        config=str(tmp_path / "config.yaml"), settings=layers, seeds=[0], edits=[4], generate=False
+    )
+    for variant in all_variants(chosen, base_config(chosen), {"scaling"}):
+        work.do_cells(variant, 0, [Cell(variant.name, 0, 4)], chosen, tmp_path)
+    scaling, failures = write_results(chosen, base_config(chosen), tmp_path, ["scaling", "failures"])[::-1]
+    rows = {row["variant"]: row for row in json.loads(scaling.read_text())["rows"]}
+    assert {name for name, row in rows.items() if row["seeds"]} == {"malmen", "mend", "ft", "ultraedit"}
+    assert "decoder" in rows["memit"]["errors"][0]
+    shown = json.loads(failures.read_text())["rows"]
+    assert shown and all(row["after"] and row["after"] != row["answer"] for row in shown), shown[:3]
 
 
 def test_recipes_stand_beside_malmen_as_it_is(settings: ExperimentConfig, tmp_path: Path) -> None:
