@@ -16,7 +16,7 @@ from malmen.config import Config
 from malmen.devices import SPLIT
 from malmen.layers import LayerSpec
 from malmen.platform.plan_data import Pools, StepFacts, find_pools, step_facts
-from malmen.platform.plan_hypernet import RehearsedHypernet, rehearse_hypernet
+from malmen.platform.plan_hypernet import Equation, RehearsedHypernet, find_equations, rehearse_hypernet
 from malmen.platform.plan_lm import PlannedLM, RehearsedLM, plan_lm, rehearse_lm
 from malmen.platform.plan_memory import GB, MB, Role, hypernet_role, lm_role
 from malmen.platform.plan_time import (
@@ -66,6 +66,7 @@ class Plan:
     stages: list[Stage]
     step_seconds: float
     assumptions: list[str] = field(default_factory=list)
+    equations: list[Equation] = field(default_factory=list)
 
     @property
     def fits(self) -> bool:
@@ -90,6 +91,7 @@ class Plan:
             "bytes_moved": {**asdict(self.transfers), "objects": self.transfers.objects},
             "stages": [asdict(stage) for stage in self.stages], "step_seconds": self.step_seconds,
             "run_seconds": self.step_seconds * self.config.training.steps, "assumptions": self.assumptions,
+            "equations": [asdict(one) for one in self.equations],
         }  # fmt: skip
 
 
@@ -135,6 +137,7 @@ class Planner:
             stages,
             step_seconds(config, stages),
             self._assumptions(config, model, facts, rehearsed, rates, (network, gather)),
+            find_equations(config, model.layers, facts.edits),
         )
 
     def _set_limits(self, lm: Role, actor: Role) -> tuple[int, int] | None:

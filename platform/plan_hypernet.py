@@ -21,6 +21,30 @@ from malmen.trace import LayerTrace, Traces
 _BATCHES = 3  # of the hyper-network that are rehearsed, at most
 
 
+@dataclass(frozen=True)
+class Equation:
+    """The normal equation of a layer: U Uᵀ of (key, key), or of (token, token) where those are fewer."""
+
+    layer: str
+    form: str  # primal or dual
+    size: int  # rows of its matrix
+    gram: int  # bytes, in float64
+    factor: int  # the same, of the Cholesky factor that is kept for the way back
+
+
+def find_equations(config: Config, layers: list[LayerSpec], edits: Sequence[EncodedFact]) -> list[Equation]:
+    """Of every edited layer; a sum of shifts solves none."""
+    if config.editor.aggregation == "sum":
+        return []
+    found = []
+    for layer in layers:
+        tokens = sum(fact.num_traced(layer.stack, config.editor.tokens) for fact in edits)
+        size = min(tokens, layer.key_size)
+        form = "dual" if tokens < layer.key_size else "primal"
+        found.append(Equation(layer.name, form, size, 8 * size**2, 8 * size**2))
+    return found
+
+
 @dataclass
 class RehearsedHypernet:
     """One actor's share of a step, in bytes; of several actors that which needs most."""

@@ -51,6 +51,8 @@ def show_plan(console: Console, plan: Plan, advice: Sequence[Advice]) -> None:
     )
     for role in (plan.lm, plan.hypernet):
         console.print(_role_table(role))
+    if plan.equations:
+        console.print(_equation_table(plan))
     console.print(_moved_table(plan))
     console.print(_stage_table(plan))
     for line in plan.assumptions:
@@ -81,6 +83,15 @@ def _role_table(role: Role) -> Table:
     table.add_column("", justify="right")
     for item in role.items:
         table.add_row(item.name, size(item.bytes))
+    return table
+
+
+def _equation_table(plan: Plan) -> Table:
+    table = Table(title="normal equation of each layer, in float64", title_justify="left")
+    for heading in ("layer", "form", "matrix", "gram", "factor kept"):
+        table.add_column(heading, justify="left" if heading in ("layer", "form") else "right")
+    for one in plan.equations:
+        table.add_row(one.layer, one.form, f"{one.size} × {one.size}", size(one.gram), size(one.factor))
     return table
 
 

@@ -21,7 +21,7 @@ from malmen.least_squares import DualSolution, PrimalSolution
 from malmen.lm import LanguageModel, load_lm
 from malmen.meta import generalization_backward, locality_backward, make_leaves
 from malmen.platform.plan_data import StepFacts
-from malmen.platform.plan_hypernet import rehearse_hypernet
+from malmen.platform.plan_hypernet import find_equations, rehearse_hypernet
 from malmen.platform.plan_lm import plan_lm, rehearse_lm
 from malmen.platform.plan_meter import Meter
 from malmen.trace import Traces, trace, trace_facts
@@ -105,6 +105,9 @@ def test_what_a_real_solve_keeps_is_what_was_planned(
         assert isinstance(solution, PrimalSolution | DualSolution)
         kept += _bytes(solution.factor, solution.weights if isinstance(solution, DualSolution) else None)
     assert found.forms == {form}
+    for one in find_equations(config, editor.layers, edits):
+        assert one.form == form
+        assert one.gram == one.factor == _bytes(solved.solutions[one.layer].factor)  # type: ignore[union-attr]
     assert (found.kept, found.shifts) == (kept, _bytes(*solved.shifts.values()))
     assert found.value_diffs == _bytes(*solved.value_diffs.values())
 
