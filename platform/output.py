@@ -101,16 +101,18 @@ class TrainingProgress:
     def step(self, step: int, report: StepReport) -> None:
         """After each step."""
         losses = f"L_gen {report.generalization_loss:.3f} L_loc {report.locality_loss:.4f} |∇| {report.grad_norm:.2g}"
+        stages = " ".join(f"{stage} {seconds:.2g}" for stage, seconds in report.seconds.items())
         now = time.monotonic()
         if self.last is None:
             self.last = (now, step)
             self.progress.reset(self.task, total=self.steps, completed=step)  # the bar's rate counts from here
-        self.progress.update(self.task, completed=step, losses=losses)
+        self.progress.update(self.task, completed=step, losses=f"{losses}\nseconds: {stages}")
         if not err.is_terminal and (step % max(1, self.steps // 10) == 0 or step == self.steps):
             since, first = self.last
             rate = (now - since) / max(1, step - first)
             left = f"{rate * (self.steps - step):.0f} s left" if step > first else ""
-            err.print(f"step {step}/{self.steps}  {losses}  {rate:.2f} s/step  {left}", highlight=False)
+            line = f"step {step}/{self.steps}  {losses}  {rate:.2f} s/step ({stages})  {left}"
+            err.print(line, highlight=False, soft_wrap=True)
             self.last = (now, step)
 
     def event(self, text: str) -> None:

@@ -64,6 +64,7 @@ def test_an_actor_is_killed_in_every_phase_of_a_step(
     assert len(lost) >= len(deaths) - 1  # a death while nobody waits for the actor is seen one call later
     assert [row["step"] for row in found.history if "meta_loss" in row] == list(range(1, 9))
     assert_same_editor(found.checkpoint, uninterrupted)
+    wait_until_nobody_works()
 
 
 @pytest.mark.deepspeed
@@ -82,6 +83,7 @@ def test_lm_ranks_and_the_only_actor_are_killed(
     found = train(config, tmp_path / "run")
     assert {path.name for path in tmp_path.glob("*[0-9]*")} == {"actor5", "lm3meta_backward", "lm4trace"}
     assert_same_editor(found.checkpoint, uninterrupted)
+    wait_until_nobody_works()
 
 
 @pytest.mark.usefixtures("ray_cluster")

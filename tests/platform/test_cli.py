@@ -77,6 +77,7 @@ def test_data_check_names_line_field_and_remedy(malmen: Run, tmp_path: Path, fac
         (["train", "builtin", "layers=last:9"], 2, "has 6 blocks"),
         (["train", "builtin", "model.name=/nowhere/model.gguf"], 1, "does not exist"),
         (["train", "builtin", "data.train=/nowhere.jsonl"], 1, "/nowhere.jsonl"),
+        (["train", "builtin", "--out", "/proc/run"], 1, "cannot write to /proc/run"),
         (["edit", "--editor", "/nowhere", "--facts", "/nowhere.jsonl"], 1, "/nowhere.jsonl does not exist"),
         (["eval", "--editor", "/nowhere"], 1, "holds no trained editor"),
         (["generate", "hello", "--edits", "/nowhere"], 1, "holds no edit"),
@@ -87,12 +88,17 @@ def test_data_check_names_line_field_and_remedy(malmen: Run, tmp_path: Path, fac
 def test_wrong_use_gives_one_clear_message(
     malmen: Run, tmp_path: Path, args: list[str], code: int, message: str
 ) -> None:
-    extra = ["--out", str(tmp_path / "run")] if args[0] in ("train", "edit") else []
+    extra = ["--out", str(tmp_path / "run")] if args[0] in ("train", "edit") and "--out" not in args else []
     found, _, err = malmen(*args, *extra)
     assert found == code
     assert message in err
     assert "Traceback" not in err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_of_another_config_is_not_gone_on_with(malmen: Run, trained: Path) -> None:
+    code, _, err = malmen("train", "builtin", *SMALL, "meta_lr=0.5", "--out", trained)
+    assert (code, "Traceback" in err) == (1, False) and "cannot resume" in err and "training.meta_lr" in err
 
 
 def test_an_edit_without_an_editor_says_what_was_expected(malmen: Run, facts: Path, tmp_path: Path) -> None:

@@ -88,6 +88,15 @@ def test_a_cluster_that_is_too_small_names_what_is_missing() -> None:
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
+def test_a_cluster_that_is_too_small_ends_the_command_and_leaves_nothing(malmen: Run, tmp_path: Path) -> None:
+    too_much = ["cluster.lm_cpus=100", "cluster.wait_seconds=1"]
+    code, _, err = malmen("train", "builtin", *SMALL, *too_much, "--out", tmp_path / "run")
+    assert (code, "Traceback" in err) == (1, False) and "missing 93 CPU" in " ".join(err.split())
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
 def test_a_cluster_with_room_is_left_as_it_was() -> None:
     config = ClusterConfig(lm_workers=2, hypernet_actors=3, wait_seconds=30)
     roles = size_roles(config, own=False)
