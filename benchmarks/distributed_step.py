@@ -95,6 +95,16 @@ def _median_stages(rows: list[dict[str, float]]) -> dict[str, float]:
     return {stage: round(statistics.median(row.get(stage, 0.0) for row in rows), 3) for stage in rows[0]}
 
 
+def _by_round(rounds: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Each way's seconds by those of one process in the same round."""
+    if "single" not in rounds[0]:
+        return {}
+    return {
+        way: [round(one[way]["seconds_per_step"] / one["single"]["seconds_per_step"], 3) for one in rounds]
+        for way in rounds[0]
+    }
+
+
 def in_a_process(way: str, config: Config) -> dict[str, Any]:
     """One way in a process of its own, so that neither's memory or threads are the other's."""
     command = [sys.executable, __file__, "--way", way, "--config", config.model_dump_json()]
@@ -127,14 +137,17 @@ def main() -> None:
         model = write_model(args.model, Path(folder) / args.model)
         chosen = {way: make_config(args, model, overlap=way == "with_overlap") for way in args.ways}
         rounds = [{way: in_a_process(way, config) for way, config in chosen.items()} for _ in range(args.rounds)]
-    # A machine's speed varies from minute to minute, so the ways take turns and the best of each counts.
+    # A machine's speed varies from minute to minute, so the ways take turns, and each is compared with its neighbour.
     best = {way: min((one[way] for one in rounds), key=lambda found: found["seconds_per_step"]) for way in chosen}
     seconds = {way: found["seconds_per_step"] for way, found in best.items()}
+    single_too = "single" in seconds
     result = {
         **{key: value for key, value in vars(args).items() if key not in ("way", "config")},
         "gemm_gflops": round(gemm_rate() / 1e9, 1),
         **best,
-        "ratio": {way: round(found / seconds["single"], 3) for way, found in seconds.items() if "single" in seconds},
+        "ratio_of_best": {way: round(one / seconds["single"], 3) for way, one in seconds.items()} if single_too else {},
+        "ratio_by_round": (by_round := _by_round(rounds)),
+        "ratio": {way: round(statistics.median(found), 3) for way, found in by_round.items()},
         "all_seconds_per_step": {way: [one[way]["seconds_per_step"] for one in rounds] for way in chosen},
     }
     print(json.dumps(result))
