@@ -131,7 +131,7 @@ class ClusterConfig(Section):
     stall_seconds: float = Field(
         default=1800, gt=0, description="without a finished step, a run is given up as hanging"
     )
-    max_failures: int = Field(default=8, ge=0, description="lost LM workers that a run survives")
+    max_failures: int = Field(default=8, ge=0, description="losses of LM workers, or of actors in a step, survived")
 
 
 class TrackingConfig(Section):
@@ -169,9 +169,11 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), settings: Mapp
 def whole_paths(config: Config) -> Config:
     """Files and folders that exist here by their whole paths, for processes with another working directory."""
     raw = config.model_dump(mode="json")
-    for section, key in (("data", "train"), ("data", "validation"), ("model", "name"), ("batch", "cache_dir")):
-        if raw[section][key] not in (None, "builtin") and Path(raw[section][key]).exists():
-            raw[section][key] = str(Path(raw[section][key]).absolute())
+    for values, key in ((raw["data"], "train"), (raw["data"], "validation"), (raw["model"], "name")):
+        if values[key] != "builtin" and Path(values[key]).exists():
+            values[key] = str(Path(values[key]).absolute())
+    if folder := raw["batch"]["cache_dir"]:
+        raw["batch"]["cache_dir"] = str(Path(folder).absolute())
     return parse_config(raw, "the config")
 
 

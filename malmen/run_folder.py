@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from malmen.checkpoint_files import latest_checkpoint, read_config, read_state
-from malmen.config import Config, parse_config, whole_paths
+from malmen.config import Config, parse_config
 from malmen.errors import EditError
 from malmen.files import whole_file
 from malmen.storage import RunStore
@@ -17,7 +17,8 @@ from malmen.storage import RunStore
 RUN, HISTORY = "run.json", "history.jsonl"
 
 # What may change between a run and its resumption without changing θ.
-_FREE_SECTIONS = ("batch.", "lm.", "cluster.", "tracking.")
+_FREE_SECTIONS = ("batch.", "lm.", "cluster.", "tracking.", "baselines.")
+_PATHS = {"model.name", "data.train", "data.validation"}  # what they lead to is compared by its hash
 _FREE = {"training.eval_every", "training.eval_edits", "training.checkpoint_every", "training.keep_checkpoints"}
 
 
@@ -52,9 +53,10 @@ class RunFolder:
             same = parse_config(found["config"], RUN) == config
             return cls(store, config, None, 0, found["facts"] if same else {})
         before = read_config(checkpoint) if checkpoint else parse_config(found["config"], RUN)
-        _check_same(store, whole_paths(before), whole_paths(config))
+        _check_same(store, before, config, _PATHS if "data" in found["facts"] else set())
         done = int(read_state(checkpoint)["step"]) if checkpoint else 0
-        if done >= config.training.steps and not resume and found["facts"].get("finished", True):
+        unfinished = done == config.training.steps and not found["facts"].get("finished", True)
+        if done >= config.training.steps and not (resume or unfinished):
             raise EditError(
                 f"{store.location} already holds a finished run of {done} steps; choose another --out, or raise "
                 "training.steps to go on with it"
@@ -122,8 +124,8 @@ def _read_run(store: RunStore) -> dict[str, Any] | None:
     return found
 
 
-def _check_same(store: RunStore, before: Config, now: Config) -> None:
-    free = _FREE | ({"training.steps"} if now.training.schedule == "constant" else set())
+def _check_same(store: RunStore, before: Config, now: Config, also_free: set[str]) -> None:
+    free = _FREE | also_free | ({"training.steps"} if now.training.schedule == "constant" else set())
     if changed := changed_settings(before, now, free):
         raise EditError(
             f"cannot resume {store.location} with another config: {', '.join(changed)}; "

@@ -79,6 +79,7 @@ def train(
         if due and step < config.training.steps:
             save_checkpoint(folder, editor, fingerprint, scores, keep=config.training.keep_checkpoints)
     save_checkpoint(folder, editor, fingerprint, scores, keep=config.training.keep_checkpoints)
+    opened.begin({"finished": True})
     run.seconds = time.perf_counter() - start
     return run
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from malmen.config import Config
 from malmen.errors import UsageError
+from malmen.platform.mlflow_store import absolute, shown
 from malmen.storage import RunStore
 
 
@@ -18,19 +19,24 @@ def in_ray_job() -> bool:
 
 def check_lasting(config: Config, out: str | Path) -> None:
     """What lies in a Ray job's copy of the working directory is gone with the job."""
-    if "://" not in str(out):
-        if not Path(out).is_absolute():
-            raise UsageError(
-                f"--out {out} would lie in the Ray job's temporary copy of the working directory: give a whole path"
-            )
-    elif config.tracking.enabled and not (config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")):
+    place = RunStore(out).location
+    if isinstance(place, Path) and not place.is_absolute():
         raise UsageError(
-            f"with --out {out} MLflow's store would lie in the Ray job's temporary copy of the working directory: "
-            "give tracking.uri=http://… or sqlite:////whole/path/mlflow.db, or tracking.enabled=false"
+            f"--out {out} would lie in the Ray job's temporary copy of the working directory: give a whole path"
+        )
+    uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
+    lost = uri is None and not isinstance(place, Path)
+    if config.tracking.enabled and (lost or (uri is not None and absolute(uri) != uri)):
+        raise UsageError(
+            f"MLflow's store would lie in the Ray job's temporary copy of the working directory (--out {out}, "
+            f"tracking.uri {uri and shown(uri)}): give tracking.uri=http://… or sqlite:////whole/path/mlflow.db, or "
+            "tracking.enabled=false"
         )
 
 
 def ray_train_folder(run: str) -> str:
     """For Ray Train's notes, which hold no checkpoint: a disk will do where its storage does not know the URL."""
     store = RunStore(run)
-    return str(store.join(".ray_train") if store.is_local else Path(tempfile.gettempdir()) / "malmen-ray-train")
+    return str(
+        store.join(".ray_train") if store.is_local else Path(tempfile.gettempdir()) / f"malmen-ray-train-{os.getuid()}"
+    )

@@ -51,7 +51,11 @@ def register_editor(
     checkpoint = latest_checkpoint(checkpoint)
     if missing := [file for file in FILES if not (checkpoint / file).is_file()]:
         raise EditError(f"{checkpoint} cannot be registered: it holds no {', '.join(missing)}")
-    place = f"editor/{checkpoint.name}"  # by step: a resumed run registers again, and older versions stay as they are
+    # By step: a run that was given more steps registers again, and older versions stay as they are.
+    place = f"editor/checkpoint-{read_state(checkpoint)['step']:07d}"
+    for found in client.search_model_versions(f"name='{name}'"):
+        if found.run_id == run_id and str(found.source).endswith(f"/{place}"):  # killed, or asked, after it was made
+            return RegisteredEditor(name, str(found.version), f"models:/{name}/{found.version}")
     client.log_artifact(run_id, str(checkpoint / "editor.safetensors"), place)
     client.log_artifact(run_id, str(checkpoint / "state.json"), place)
     client.log_text(run_id, shown((checkpoint / "config.json").read_text(encoding="utf-8")), f"{place}/config.json")

@@ -77,16 +77,18 @@ def train(
     listener: Listener | None = None,
     parent: str | None = None,
     register: bool = True,
+    whole: bool = True,
 ) -> TrainedEditor:
     """Train an editor into `out`; an unfinished run of the same config there is gone on with, to the same θ.
 
     `parent` is the MLflow run that this one belongs to, if any. `register`: the editor goes into the model registry.
+    `whole`: relative paths mean this process's folder, which the workers do not share.
     """
     start, listener = time.perf_counter(), listener or Listener()
     layers = _layers(config)
     if in_ray_job():
         check_lasting(config, out)
-    else:
+    elif whole:
         config = whole_paths(config)
     out = out if "://" in str(out) else Path(out).absolute()
     folder = RunFolder.open(out, config, resume=resume)

@@ -72,11 +72,13 @@ class Rank:
 
     def run(self) -> None:
         """Up to the last step, however often something is lost on the way."""
-        step, traces, losses, furthest, restored = -1, None, 0, 0, False
+        step, traces, losses, furthest, restored = -1, None, 0, -1, False
         while True:
             try:
                 if not restored:
                     step, traces, restored = self._go_on(step), None, True
+                if step > furthest:  # losses that are far apart end no run
+                    furthest, losses = step, 0
                 self._evaluate_and_save(step)
                 if step >= self.training.steps:
                     return
@@ -84,8 +86,6 @@ class Rank:
                 stepped = meta_step(self.worker, self.group, step, traces, overlap=self.loop.overlap)
                 self._record_step(step + 1, stepped, time.perf_counter() - begin)
                 step, traces = step + 1, stepped.ahead
-                if step > furthest:  # losses that are far apart end no run
-                    furthest, losses = step, 0
             except HypernetLost as error:
                 if self._stopped():  # that is why
                     return
@@ -133,8 +133,13 @@ class Rank:
     def _saved_step(self) -> int:
         names = RunStore(self.loop.run).checkpoints()
         state = read_state(RunStore(self.loop.run).join(names[-1])) if names else {"step": -1}
-        unscored = state["step"] >= self.training.steps and not state["scores"]  # it was no last one when it was saved
-        return -1 if unscored else int(state["step"])
+        # One that is to be measured now, and was not when it was saved, is saved again.
+        return -1 if names and self._is_due(state["step"]) and not state["scores"] else int(state["step"])
+
+    def _is_due(self, step: int) -> bool:
+        """Whether held-out records are measured after this step."""
+        every = self.training.eval_every
+        return step >= self.training.steps or bool(every and step and step % every == 0)
 
     def _newest_checkpoint(self) -> str | None:
         if not RunStore(self.loop.run).checkpoints():
@@ -149,8 +154,7 @@ class Rank:
         return str(checkpoint)
 
     def _evaluate_and_save(self, step: int) -> None:
-        last, every = step >= self.training.steps, self.training.eval_every
-        due = last or bool(every and step and step % every == 0)
+        due = self._is_due(step)
         if due and self.evaluated[0] != step:
             self.evaluated = (step, self._evaluate())
             memory = self.worker.gather(peak_memory_mb())

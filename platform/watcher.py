@@ -21,9 +21,9 @@ DRIVER_TAG = "malmen.driver"  # which driver a run belongs to now: a resumed run
 def main() -> None:
     """Wait for the driver's last line; its end without one means that it was killed."""
     run_id, driver = sys.argv[1:]
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if os.fork():  # nobody's child: `ray job stop` kills all that descend from the driver, at once
         os._exit(0)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     said = sys.stdin.readline().strip()
     if said != ENDED:
         from mlflow import MlflowClient

@@ -22,7 +22,7 @@ from malmen.tune.settings import SweepConfig
 from malmen.tune.space import Params, trial_config
 
 if TYPE_CHECKING:
-    from mlflow import MlflowClient
+    pass
 
 
 @dataclass(frozen=True)
@@ -104,16 +104,6 @@ def _register(config: Config, alias: str, checkpoint: Path, run_id: str | None, 
         client, name = connect(uri), registered_name(config)
         if run_id is None or not run_exists(client, run_id):
             run_id = parent
-        version = _registered_before(client, name, run_id, checkpoint.name)
-        if version is None:
-            described = describe_checkpoint(checkpoint, config)
-            version = register_editor(client, run_id, name, checkpoint, *described).version
+        version = register_editor(client, run_id, name, checkpoint, *describe_checkpoint(checkpoint, config)).version
         client.set_registered_model_alias(name, alias, version)
     return version
-
-
-def _registered_before(client: MlflowClient, name: str, run_id: str, checkpoint: str) -> str | None:
-    for found in client.search_model_versions(f"name='{name}'"):
-        if found.run_id == run_id and str(found.source).endswith(f"/{checkpoint}"):
-            return str(found.version)
-    return None

@@ -75,18 +75,24 @@ class SweepFolder:
         """The run of a trial."""
         return self.path / TRIALS / f"trial-{number:04d}"
 
-    def begin(self, base: Config, sweep: SweepConfig) -> dict[str, Any]:
-        """A new sweep, or the unfinished one of the same config and space that is here; what is known of it."""
+    def begin(self, base: Config, sweep: SweepConfig, data: str | None = None) -> dict[str, Any]:
+        """A new sweep, or the unfinished one of the same config, space and data that is here; what is known of it.
+
+        `data` is the fingerprint of what is trained and measured on.
+        """
         if not (self.path / SWEEP).exists():
             if self.path.exists() and any(self.path.iterdir()):
                 raise EditError(f"{self.path} exists and holds no {SWEEP}: it is not a sweep; choose another --out")
             self.path.mkdir(parents=True, exist_ok=True)
-            self.save(base, sweep, {})
-            return {}
+            facts: dict[str, Any] = {"data": data} if data else {}
+            self.save(base, sweep, facts)
+            return facts
         before_base, before_sweep, facts = self.load()
         old, new = before_sweep.model_dump(), sweep.model_dump()
         changed = [f"sweep.{name}" for name in new if name not in _FREE and old[name] != new[name]]
         changed += changed_settings(before_base, base)
+        if data and facts.setdefault("data", data) != data:
+            changed.append(f"data (fingerprint {facts['data']} → {data})")
         if changed:
             raise EditError(
                 f"cannot go on with the sweep in {self.path}: it was started with another {', '.join(changed)}; "

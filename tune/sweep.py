@@ -21,12 +21,13 @@ from ray import tune
 from ray.tune.error import TuneError
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, TrialScheduler
 
-from malmen.config import Config, parse_config
+from malmen.config import Config, parse_config, whole_paths
 from malmen.errors import EditError, UsageError
 from malmen.files import at_work
 from malmen.lm import load_skeleton
 from malmen.platform.cluster import Roles, check_room, connected, room_for_runs, size_roles
 from malmen.platform.mlflow_store import absolute
+from malmen.platform.places import in_ray_job
 from malmen.platform.tracking import Tracker, tracking_uri
 from malmen.sampling import data_fingerprint, validation_records
 from malmen.training import check_enough
@@ -61,23 +62,24 @@ def sweep(
     listener: SweepListener | None = None,
 ) -> SweepResult:
     """Try a space; an unfinished sweep of the same config and space in `out` is gone on with."""
-    config, grace = with_evaluations(config, space)
+    config, grace = with_evaluations(config if in_ray_job() else whole_paths(config), space)
     check_space(config, space, load_skeleton(config.model)[0])
-    data_fingerprint(config)  # the files can be read
+    data = data_fingerprint(config)
     check_enough(validation_records(config), config.training.eval_edits or 1)
     folder = SweepFolder(_place(out))
     with at_work(folder.path):
-        return _sweep(config, space, grace, folder, address, listener or SweepListener())
+        return _sweep(config, space, grace, data, folder, address, listener or SweepListener())
 
 
 def _sweep(
-    config: Config, space: SweepConfig, grace: int, folder: SweepFolder, address: str | None, listener: SweepListener
-) -> SweepResult:
+    config: Config, space: SweepConfig, grace: int, data: str, folder: SweepFolder, address: str | None,
+    listener: SweepListener,
+) -> SweepResult:  # fmt: skip
     start = time.perf_counter()
     with connected(address, config.cluster) as own:
         roles = size_roles(config.cluster, own=own)
         config = _for_trials(config, folder, roles)
-        facts = folder.begin(config, space)
+        facts = folder.begin(config, space, data)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         free = ray.cluster_resources() if own else ray.available_resources()
         room = room_for_runs(config.cluster, roles, nodes, free)
@@ -98,7 +100,7 @@ def _sweep(
 def _place(out: str | Path) -> Path:
     if "://" in str(out):
         raise UsageError(f"a sweep writes to a folder, on a cluster to a shared one; given {str(out)!r}")
-    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and not Path(out).is_absolute():
+    if in_ray_job() and not Path(out).is_absolute():
         raise UsageError(
             f"--out {out} would lie in the Ray job's temporary copy of the working directory: give a whole path"
         )

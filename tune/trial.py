@@ -158,8 +158,9 @@ class _Run(threading.Thread):
         resume = bool(run_facts(self.path))
         try:
             trained = train(
-                self.config, self.path, resume=resume, listener=listener, parent=self.parent, register=False
-            )
+                self.config, self.path, resume=resume, listener=listener, parent=self.parent, register=False,
+                whole=False,  # the sweep's driver has seen to that
+            )  # fmt: skip
             self.happened.put(trained)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it fails this trial and not the sweep
             self.happened.put(error)

@@ -46,13 +46,17 @@ def find_subject(record: EditRecord) -> str | None:
 
 
 def _without_common(text: str, words: Sequence[tuple[int, int]]) -> str:
-    """The text of a run, less common words at both ends and a last 's; empty if nothing else is in it."""
+    """The text of a run, less common words at both ends and an 's before others; empty if nothing else is in it."""
     left, right = 0, len(words)
     while left < right and _is_common(text[slice(*words[left])]):
         left += 1
     while right > left and _is_common(text[slice(*words[right - 1])]):
         right -= 1
-    return re.sub(r"['’]s$", "", text[words[left][0] : words[right - 1][1]]) if left < right else ""
+    if left >= right:
+        return ""
+    run, rest = text[words[left][0] : words[right - 1][1]], text[words[right - 1][1] :]
+    asked_for = re.search(r"\w", rest)  # something of it, else it is a name such as McDonald's
+    return re.sub(r"['’]s$", "", run) if asked_for else run
 
 
 def _is_common(word: str) -> bool:

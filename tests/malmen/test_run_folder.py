@@ -42,11 +42,13 @@ def test_a_run_under_way_takes_no_other_config_except_what_changes_no_result(tmp
 
 
 def test_a_run_that_could_not_register_its_editor_is_not_finished(tmp_path: Path) -> None:
-    config = make_config(steps=4)
+    config = make_config(steps=4, schedule="constant")
     RunFolder.open(tmp_path, config).begin({"finished": False})
     save(tmp_path, config, step=4)
     again = RunFolder.open(tmp_path, config)
     assert again.steps_done == 4
+    with pytest.raises(EditError, match="already holds a finished run of 4 steps"):
+        RunFolder.open(tmp_path, make_config(steps=3, schedule="constant"))
     again.begin({"finished": True})
     with pytest.raises(EditError, match="already holds a finished run of 4 steps"):
         RunFolder.open(tmp_path, config)
@@ -72,7 +74,9 @@ def test_a_path_and_the_same_path_written_whole_are_no_other_config(
     config = make_config()
     data = config.data.model_copy(update={"train": "rows.jsonl"})
     config = config.model_copy(update={"data": data})
-    RunFolder.open(tmp_path / "run", config).begin()
+    folder = RunFolder.open(tmp_path / "run", config)
+    folder.check_data("the rows")
+    folder.begin()
     save(tmp_path / "run", config, step=4)
     assert RunFolder.open(tmp_path / "run", whole_paths(config)).steps_done == 4
     assert whole_paths(config).data.train == str(tmp_path / "rows.jsonl") and config.model.name == "builtin"

@@ -57,7 +57,7 @@ def test_an_actor_is_killed_in_every_phase_of_a_step(
         6: ("backward", "after"),
     }
     monkeypatch.setattr("malmen.platform.hypernet_group.HypernetActor", dying_actor(deaths, tmp_path))
-    config = make_platform_config("gpt2", models, training=STEPS, cluster={"hypernet_actors": 2, "max_failures": 12})
+    config = make_platform_config("gpt2", models, training=STEPS, cluster={"hypernet_actors": 2, "max_failures": 3})
     lost: list[str] = []
     found = train(config, tmp_path / "run", listener=Listener(event=lost.append))
     assert {path.name for path in tmp_path.glob("actor*")} == {f"actor{step}" for step in deaths}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -32,7 +33,11 @@ def registered(store: str, trained: Path) -> RegisteredEditor:
         found = tracker.register(trained, "fingerprint", SCORES, "the first card")
         later = shutil.copytree(latest_checkpoint(trained), trained.parent / "checkpoint-0000009")
         (later / "editor.safetensors").write_text("other weights")
+        state = json.loads((later / "state.json").read_text())
+        (later / "state.json").write_text(json.dumps({**state, "step": 9}))
         tracker.register(later, "fingerprint", {}, "another card")
+        again = tracker.register(trained, "fingerprint", SCORES, "the first card")  # as after a kill
+    assert again == found
     assert found is not None
     return found
 

@@ -160,7 +160,7 @@ def test_the_end_of_the_block_is_the_status_of_the_run(
         pass
     tracker.finish("FINISHED")  # the first status stands
     assert run_of(client, tracker).info.status == status
-    assert tracker._watcher is not None and wait_for(lambda: tracker._watcher.poll() == 0, seconds=60)
+    assert wait_for(lambda: not watchers(tracker), seconds=60)
 
 
 def test_a_resumed_run_goes_on_and_its_changed_settings_are_tags(runs: Path, client: MlflowClient) -> None:
@@ -237,7 +237,7 @@ def test_a_watcher_descends_from_nobody_and_outlives_a_sigterm(runs: Path, clien
         (watcher,) = watchers(tracker)
         watcher.terminate()
         assert run_of(client, tracker).info.status == "RUNNING"
-        assert watcher.is_running()
+        assert watcher.is_running() and watcher.status() != psutil.STATUS_ZOMBIE
     assert wait_for(lambda: not watchers(tracker), seconds=60)
 
 

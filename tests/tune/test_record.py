@@ -35,6 +35,9 @@ def test_a_sweep_begins_once_and_is_gone_on_with_by_the_same_config_and_space(tm
     elsewhere = Config.model_validate({"cluster": {"lm_workers": 4}})
     assert folder.begin(elsewhere, more) == {"mlflow_run": "abc"}
     assert folder.load()[:2] == (elsewhere, more)
+    assert folder.begin(elsewhere, more, "these rows") == {"mlflow_run": "abc", "data": "these rows"}
+    with pytest.raises(EditError, match=r"another data \(fingerprint these rows → other rows\)"):
+        folder.begin(elsewhere, more, "other rows")
 
 
 @pytest.mark.parametrize(

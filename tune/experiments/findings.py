@@ -42,7 +42,8 @@ def _ahead(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
             continue
         shown = ", ".join(f"{name} {_percent(value)}" for name, value in asked.items())
         text = f"at {edits} edits MALMEN's {SCORE}, {_percent(mine)}, is above {shown}"
-        told.append((text, mine is not None and all(value is None or mine > value for value in asked.values())))
+        numbers = [value for value in asked.values() if value is not None]
+        told.append((text, mine is not None and bool(numbers) and all(mine > value for value in numbers)))
     return told
 
 

@@ -100,8 +100,10 @@ def _rounds(settings: ExperimentConfig, config: Config, store: Cells) -> dict[st
 
 def _memory(settings: ExperimentConfig, config: Config, store: Cells) -> dict[str, Any]:
     path = store.folder / "cells" / "memory.json"
+    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    asked = [row for row in rows if row["edits"] in settings.memory_edits]
     return {
-        "rows": json.loads(path.read_text(encoding="utf-8")) if path.exists() else [],
+        "rows": sorted(asked, key=lambda row: row["edits"]),
         "limit_gb": settings.memory_gb,
         "seed": config.seed,
     }

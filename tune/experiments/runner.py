@@ -18,7 +18,7 @@ from malmen.files import at_work, whole_file
 from malmen.platform.cli_options import resolve_config
 from malmen.platform.cluster import connected
 from malmen.platform.tracking import Tracker
-from malmen.sampling import validation_records
+from malmen.sampling import data_fingerprint, validation_records
 from malmen.training import check_enough
 from malmen.tune.experiments.cells import Cell, Cells, cells_of
 from malmen.tune.experiments.memory import WAYS, measure_memory
@@ -101,13 +101,19 @@ def base_config(settings: ExperimentConfig) -> Config:
     """What all variants have in common; files of data by their whole paths, because tasks run elsewhere."""
     config = load_config(resolve_config(settings.config), (), settings.settings)
     raw = whole_paths(config).model_dump(mode="json")
-    raw["baselines"]["memit"]["cache_dir"] = str(Path(raw["baselines"]["memit"]["cache_dir"]).absolute())
+    memit = raw["baselines"]["memit"]
+    for key in ("cache_dir", "corpus"):
+        memit[key] = memit[key] and str(Path(memit[key]).absolute())
     return parse_config(raw, settings.config)
 
 
 def begin_folder(folder: Path, settings: ExperimentConfig, config: Config) -> None:
     """The folder belongs to one set of settings: numbers of another would be mixed with them."""
-    about = {"experiment": settings.model_dump(mode="json"), "config": config.model_dump(mode="json")}
+    about: dict[str, Any] = {
+        "experiment": settings.model_dump(mode="json"),
+        "config": config.model_dump(mode="json"),
+        "data": data_fingerprint(config),
+    }
     path = folder / _ABOUT
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
@@ -120,6 +126,8 @@ def begin_folder(folder: Path, settings: ExperimentConfig, config: Config) -> No
         changed += [
             f"recipe {name}" for name, recipe in settings.recipes.items() if known.recipes.get(name, recipe) != recipe
         ]
+        if before.get("data", about["data"]) != about["data"]:
+            changed.append("data (the files have changed)")
         if changed:
             raise UsageError(f"{folder} holds experiments with another {', '.join(changed)}; choose another --out")
         about["experiment"]["recipes"] = {**known.recipes, **settings.recipes}

@@ -19,6 +19,7 @@ from malmen.data.subjects import edits_of
         ("Who is it?", "Name them", None),
         ("Who was Jonathan Brewster's mother?", "Who is the mother of Jonathan Brewster?", "Jonathan Brewster"),
         ("Who is Dorus's father?", "Who is Dorus's dad?", "Dorus"),
+        ("Who founded McDonald's?", "The founder of McDonald's is", "McDonald's"),
         ("Who discovered Maas's law?", "Maas's law was found by whom?", "Maas's law"),
         (
             "What does Al Garhoud Bridge cross?",

@@ -30,6 +30,8 @@ def test_malmen_is_ahead_only_if_it_is() -> None:
     assert not held
     ((text, held),) = findings(scaling(None, 0.9))
     assert not held and "(failed), is above" in text
+    ((_, held),) = findings({"scaling": {"rows": [row("malmen", 64, 0.9), row("ft", 64, None)]}})
+    assert not held  # nothing to be above of
 
 
 def test_the_residual_must_be_a_hundred_times_smaller() -> None:
