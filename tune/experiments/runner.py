@@ -121,13 +121,12 @@ def begin_folder(folder: Path, settings: ExperimentConfig, config: Config) -> No
         old = _flat({
             "experiment": known.model_dump(mode="json"),
             "config": parse_config(before["config"], _ABOUT).model_dump(mode="json"),
+            "data": before.get("data", about["data"]),
         })  # fmt: skip
         changed = [key for key, value in _flat(about).items() if old.get(key) != value and not key.startswith(_FREE)]
         changed += [
             f"recipe {name}" for name, recipe in settings.recipes.items() if known.recipes.get(name, recipe) != recipe
         ]
-        if before.get("data", about["data"]) != about["data"]:
-            changed.append("data (the files have changed)")
         if changed:
             raise UsageError(f"{folder} holds experiments with another {', '.join(changed)}; choose another --out")
         about["experiment"]["recipes"] = {**known.recipes, **settings.recipes}

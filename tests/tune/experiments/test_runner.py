@@ -161,7 +161,10 @@ def test_a_folder_is_gone_on_with_by_more_seeds_or_recipes_but_not_by_changed_on
     assert set(about["experiment"]["recipes"]) == {"one", "two"}
     with pytest.raises(UsageError, match="another recipe one; choose another --out"):
         begin({"one": {"editor.damping": 1}})
-    del about["config"]["training"]["warmup_steps"]  # written before there was such a setting
+    (folder / "experiment.json").write_text(json.dumps({**about, "data": "other rows"}))
+    with pytest.raises(UsageError, match="another data; choose another --out"):
+        begin({})
+    del about["config"]["training"]["warmup_steps"], about["data"]  # written before there were such things
     (folder / "experiment.json").write_text(json.dumps(about))
     begin({})
 
