@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from malmen.tune.settings import LAYERS, Range, SweepConfig
 
@@ -32,6 +33,10 @@ def plot_parameter(rows: Rows, name: str, values: Range | list[Any], path: Path)
         axes.scatter([], [], color=f"C{index}", label=label or "all trials")
     log = isinstance(values, Range) and values.log
     axes.set(xlabel=name, ylabel="score at the last evaluation", xscale="log" if log else "linear")
+    if log:  # also within one decade: 0.2, 0.5, 1, 2, 5
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _place: f"{value:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
     if isinstance(values, Range):
         axes.set_xlim(values.low, values.high)
     axes.legend(title="layers", fontsize="small")
