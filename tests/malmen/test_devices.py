@@ -75,7 +75,7 @@ def test_a_step_of_training_over_a_cut_model_equals_one_over_a_whole_one(kind: s
 
 
 def test_cutting_a_model_where_there_is_no_gpu_is_an_error_that_says_so() -> None:
-    asked = "from malmen.lm import *; load_lm(ModelConfig(device='split'))"
+    asked = "from malmen.config import ModelConfig; from malmen.lm import load_lm; load_lm(ModelConfig(device='split'))"
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # where there are some, this process does not see them
     ran = subprocess.run([sys.executable, "-c", asked], env=hidden, capture_output=True, text=True, check=False)
     assert ran.returncode == 1 and "EditError: model.device is 'split', but torch sees no GPU" in ran.stderr
