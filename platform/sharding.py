@@ -12,6 +12,7 @@ from malmen.config import ModelConfig
 from malmen.devices import resolve_dtype
 from malmen.errors import EditError
 from malmen.lm import LanguageModel, load_lm
+from malmen.platform.allocator import memory_given_back
 
 _CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,  # asked for by DeepSpeed; nothing here is trained by it
@@ -62,7 +63,8 @@ def load_sharded_lm(config: ModelConfig) -> LanguageModel:
         lm = load_lm(config)
     else:
         in_parts = HfDeepSpeedConfig(settings)  # from_pretrained asks whether such an object is alive
-        lm = load_lm(config)
+        with memory_given_back():  # each weight is whole for a moment
+            lm = load_lm(config)
         del in_parts
     engine, *_ = deepspeed.initialize(model=lm.model, config=settings)
     return ShardedLanguageModel(engine.module, lm.tokenizer, lm.kind)

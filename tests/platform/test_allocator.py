@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+# Blocks of 8 MB, each with a small one behind it that stays: glibc could not give the end of its heap back.
+CODE = """
+import ctypes, sys, psutil
+from contextlib import nullcontext
+from malmen.platform.allocator import memory_given_back
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+def fill(size):
+    block = libc.malloc(size)
+    ctypes.memset(block, 1, size)
+    return block
+libc.free(fill(2**24))  # glibc learns that such sizes are freed, and keeps them from now on
+before = psutil.Process().memory_info().rss
+with memory_given_back() if sys.argv[1] == "given_back" else nullcontext():
+    blocks = [(fill(2**23), fill(10_000)) for _ in range(20)]
+    for large, _ in blocks:
+        libc.free(large)
+    print((psutil.Process().memory_info().rss - before) // 2**20)
+"""
+
+
+@pytest.mark.skipif(not psutil.LINUX, reason="glibc's ways, and those of other systems differ")
+@pytest.mark.parametrize(("way", "kept"), [("given_back", range(10)), ("as_it_is", range(100, 200))])
+def test_what_is_freed_is_given_back_though_glibc_would_keep_it(way: str, kept: range) -> None:
+    ran = subprocess.run([sys.executable, "-c", CODE, way], capture_output=True, text=True, timeout=120, check=True)
+    assert int(ran.stdout) in kept
