@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from malmen.checkpoint_files import latest_checkpoint, read_state
 from malmen.config import Config, parse_config
@@ -20,9 +20,6 @@ from malmen.tune.follow import SweepListener
 from malmen.tune.record import SweepFolder, TrialRecord
 from malmen.tune.settings import SweepConfig
 from malmen.tune.space import Params, trial_config
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from malmen.files import at_work
 from malmen.lm import load_skeleton
 from malmen.platform.cluster import Roles, check_room, connected, room_for_runs, size_roles
 from malmen.platform.mlflow_store import absolute
-from malmen.platform.places import in_ray_job
+from malmen.platform.places import check_lasting, in_ray_job
 from malmen.platform.tracking import Tracker, tracking_uri
 from malmen.sampling import data_fingerprint, validation_records
 from malmen.training import check_enough
@@ -66,7 +66,7 @@ def sweep(
     check_space(config, space, load_skeleton(config.model)[0])
     data = data_fingerprint(config)
     check_enough(validation_records(config), config.training.eval_edits or 1)
-    folder = SweepFolder(_place(out))
+    folder = SweepFolder(_place(config, out))
     with at_work(folder.path):
         return _sweep(config, space, grace, data, folder, address, listener or SweepListener())
 
@@ -97,13 +97,11 @@ def _sweep(
     return SweepResult(folder.path, folder.trials(), champion, report, time.perf_counter() - start, facts["mlflow_run"])
 
 
-def _place(out: str | Path) -> Path:
+def _place(config: Config, out: str | Path) -> Path:
     if "://" in str(out):
         raise UsageError(f"a sweep writes to a folder, on a cluster to a shared one; given {str(out)!r}")
-    if in_ray_job() and not Path(out).is_absolute():
-        raise UsageError(
-            f"--out {out} would lie in the Ray job's temporary copy of the working directory: give a whole path"
-        )
+    if in_ray_job():
+        check_lasting(config, out)
     return Path(out).absolute()
 
 
