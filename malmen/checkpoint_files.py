@@ -12,6 +12,7 @@ from malmen.errors import EditError
 from malmen.storage import MARK, PREFIX, RunStore
 
 FORMAT = 1
+BEST = "@best"  # behind a run: not its newest checkpoint but the one with the highest score
 
 
 @overload
@@ -19,7 +20,9 @@ def latest_checkpoint(folder: Path) -> Path: ...
 @overload
 def latest_checkpoint(folder: str | Path) -> str | Path: ...
 def latest_checkpoint(folder: str | Path) -> str | Path:
-    """The folder itself if it is a checkpoint, else the newest one in it."""
+    """The folder itself if it is a checkpoint, else the newest one in it; of `RUN@best`, the best one."""
+    if str(folder).endswith(BEST):
+        return best_checkpoint(str(folder).removesuffix(BEST))
     store = RunStore(folder)
     if store.exists(MARK):
         return store.location

@@ -14,6 +14,8 @@ from malmen.config_rivals import BaselinesConfig
 from malmen.config_section import Section
 from malmen.errors import UsageError
 
+SPLIT = "split"  # a model.device
+
 
 class ModelConfig(Section):
     """The language model to edit."""

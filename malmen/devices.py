@@ -6,10 +6,8 @@ from typing import cast
 
 import torch
 
-from malmen.config import ModelConfig
+from malmen.config import SPLIT, ModelConfig
 from malmen.errors import EditError, UsageError
-
-SPLIT = "split"
 
 
 def resolve_device(config: ModelConfig) -> torch.device:

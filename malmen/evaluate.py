@@ -144,8 +144,16 @@ def _answers(
     if not generate or lm.kind == "classifier" or not encoded:
         return Answers(predicted, None)
     longest = max(len(fact.targets) for fact in encoded)
+    news = [_new_tokens(fact, longest, encoder) for fact in encoded]
     prompts = [fact.prompt for fact in facts]
-    return Answers(predicted, generate_ids(lm, encoder, prompts, longest, config.batch.token_budget))
+    return Answers(predicted, generate_ids(lm, encoder, prompts, news, config.batch.token_budget))
+
+
+def _new_tokens(fact: EncodedFact, longest: int, encoder: FactEncoder) -> int:
+    """As many for all, so that people can compare; where a prompt leaves less room, as many as its own answer has."""
+    if encoder.kind != "decoder":
+        return longest
+    return max(len(fact.targets), min(longest, encoder.max_length - fact.first))
 
 
 def _success(encoded: Sequence[EncodedFact], answers: Answers) -> Success:

@@ -18,26 +18,22 @@ from malmen.lm import LanguageModel
 
 @torch.no_grad()
 def generate_ids(
-    lm: LanguageModel, encoder: FactEncoder, prompts: Sequence[str], max_new_tokens: int, token_budget: int = 4096
-) -> list[list[int]]:
+    lm: LanguageModel, encoder: FactEncoder, prompts: Sequence[str], max_new_tokens: int | Sequence[int],
+    token_budget: int = 4096,
+) -> list[list[int]]:  # fmt: skip
     """The greedy continuation of each prompt, in tokens; prompts of one length run together, so none is padded."""
     if lm.kind == "classifier":
         raise EditError("a classifier does not generate text; use `malmen eval` to see its answers")
-    encoded = [encoder.generation_ids(prompt, max_new_tokens) for prompt in prompts]
-    by_length: dict[int, list[int]] = {}
+    news = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+    encoded = [encoder.generation_ids(prompt, new) for prompt, new in zip(prompts, news, strict=True)]
+    by_length: dict[tuple[int, int], list[int]] = {}
     for index, ids in enumerate(encoded):
-        by_length.setdefault(len(ids), []).append(index)
-    settings = GenerationConfig(
-        do_sample=False,
-        max_new_tokens=max_new_tokens,
-        pad_token_id=lm.pad_id,
-        eos_token_id=lm.tokenizer.eos_token_id,
-        decoder_start_token_id=lm.decoder_start if lm.kind == "encoder-decoder" else None,
-    )
+        by_length.setdefault((len(ids), news[index]), []).append(index)
     model = cast(Any, lm.model)
     found: dict[int, list[int]] = {}
-    for length, indices in by_length.items():
-        rows = max(1, token_budget // (length + max_new_tokens))
+    for (length, new), indices in by_length.items():
+        settings = _greedy(lm, new)
+        rows = max(1, token_budget // (length + new))
         for first in range(0, len(indices), rows):
             some = indices[first : first + rows]
             inputs = torch.tensor([encoded[index] for index in some], device=lm.device)
@@ -47,6 +43,16 @@ def generate_ids(
             start = length if lm.kind == "decoder" else 1
             found.update(zip(some, outputs[:, start:].tolist(), strict=True))
     return [found[index] for index in range(len(prompts))]
+
+
+def _greedy(lm: LanguageModel, max_new_tokens: int) -> GenerationConfig:
+    return GenerationConfig(
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        pad_token_id=lm.pad_id,
+        eos_token_id=lm.tokenizer.eos_token_id,
+        decoder_start_token_id=lm.decoder_start if lm.kind == "encoder-decoder" else None,
+    )
 
 
 @contextmanager

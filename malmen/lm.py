@@ -24,10 +24,10 @@ from transformers import (
 )
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from malmen.config import ModelConfig
+from malmen.config import SPLIT, ModelConfig
 from malmen.data.tokens import Kind, TokenBatch
 from malmen.data.world_model import WORLD_MODEL, check_world_model
-from malmen.devices import SPLIT, resolve_device, resolve_dtype
+from malmen.devices import resolve_device, resolve_dtype
 from malmen.errors import EditError
 from malmen.layers import find_stacks
 

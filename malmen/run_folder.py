@@ -57,9 +57,9 @@ class RunFolder:
         done = int(read_state(checkpoint)["step"]) if checkpoint else 0
         unfinished = done == config.training.steps and not found["facts"].get("finished", True)
         if done >= config.training.steps and not (resume or unfinished):
+            more = ", or raise training.steps to go on with it" if config.training.schedule == "constant" else ""
             raise EditError(
-                f"{store.location} already holds a finished run of {done} steps; choose another --out, or raise "
-                "training.steps to go on with it"
+                f"{store.location} already holds a finished run of {done} steps; choose another --out{more}"
             )
         store.check_writable()
         return cls(store, config, checkpoint, done, found["facts"], [row for row in history if row["step"] <= done])

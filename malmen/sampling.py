@@ -4,9 +4,10 @@ can be drawn again: after a resume, on another machine, in another order."""
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from malmen.data.world import world_records
 from malmen.data.world_model import WORLD_MODEL
 from malmen.errors import EditError, UsageError
 from malmen.meta import MetaBatch
+
+log = logging.getLogger(__name__)
 
 ROLES = ("edits", "equivalents", "unrelated")
 
@@ -65,6 +68,31 @@ def compatible_records(records: Sequence[EditRecord], number: int) -> list[EditR
             break
         chosen.setdefault(record.edit.prompt, record)
     return list(chosen.values())
+
+
+def check_held_out(config: Config) -> None:
+    """Held-out scores must be about the same matter as the training: invented people say nothing of a real model."""
+    train, validation = config.data.train, config.data.validation
+    if (train == "builtin") != (validation == "builtin") and config.model.name != "builtin":
+        given, missing = ("train", "validation") if validation == "builtin" else ("validation", "train")
+        raise UsageError(
+            f"data.{given} is a file and data.{missing} is not given, so it would be the built-in world, of which the "
+            f"model {config.model.name!r} knows nothing; name a file for it too: data.{missing}=FILE"
+        )
+    if train == validation != "builtin":
+        log.warning("data.train and data.validation are the same file: scores are of facts that were trained on")
+
+
+def check_facts(
+    encoder: FactEncoder, records: Iterable[EditRecord], encode: Callable[[Fact], EncodedFact] | None = None
+) -> None:
+    """Fail before hours of work, not when it comes to a fact that this model cannot be given."""
+    short = encoder.max_length - len(encoder.prompt_ids("?")) - 1  # BOS and chat template take their part
+    for record in records:
+        for fact in (record.edit, *record.equivalents, *record.unrelated):
+            # No tokenizer here makes more tokens than bytes, so short texts need no look; a class may be unknown.
+            if encoder.kind == "classifier" or len(f"{fact.prompt} {fact.answer}".encode()) >= short:
+                (encode or encoder.encode)(fact)
 
 
 def unrelated_to_all(records: Sequence[EditRecord]) -> list[list[Fact]]:
@@ -119,12 +147,7 @@ class Sampler:
 
     def check_lengths(self) -> None:
         """Fail before the first step, not at the one that draws a fact that is too long."""
-        short = self.encoder.max_length - len(self.encoder.prompt_ids("?")) - 1  # BOS and chat template take their part
-        for record in self.records(0):
-            for fact in (record.edit, *record.equivalents, *record.unrelated):
-                # No tokenizer here makes more tokens than bytes, so short texts need no look.
-                if len(f"{fact.prompt} {fact.answer}".encode()) >= short:
-                    self._encode(fact)
+        check_facts(self.encoder, self.records(0), self._encode)
 
     def batch(self, step: int) -> MetaBatch:
         """The tuples of this step."""

@@ -21,7 +21,15 @@ from malmen.layers import find_layers
 from malmen.lm import LanguageModel, load_lm
 from malmen.meta import StepReport, meta_step
 from malmen.run_folder import RunFolder
-from malmen.sampling import Sampler, compatible_records, data_fingerprint, training_records, validation_records
+from malmen.sampling import (
+    Sampler,
+    check_facts,
+    check_held_out,
+    compatible_records,
+    data_fingerprint,
+    training_records,
+    validation_records,
+)
 
 
 @dataclass
@@ -46,6 +54,7 @@ def train(
 ) -> TrainingRun:
     """Train an editor into `folder`; an unfinished run of the same config there is gone on with, to the same θ."""
     start = time.perf_counter()
+    check_held_out(config)
     opened = RunFolder.open(folder, config, resume=resume)
     opened.check_data(data_fingerprint(config))
     lm = lm or load_lm(config.model)
@@ -56,8 +65,8 @@ def train(
     editor.config = config
     sampler = Sampler(config, fact_encoder(lm, config.data), training_records(config))
     records = validation_records(config)
-    check_enough(records, config.training.eval_edits or config.training.num_edits)
     sampler.check_lengths()
+    check_facts(sampler.encoder, check_enough(records, config.training.eval_edits or config.training.num_edits))
     run = TrainingRun(folder, lm, editor, opened.history)
     opened.begin()
     scores: dict[str, Any] = {}

@@ -85,6 +85,7 @@ def _train_local(settings: Config, out: str, resume: bool, _address: str | None,
 
 
 def _train_platform(settings: Config, out: str, resume: bool, address: str | None, as_json: bool) -> None:
+    from malmen.checkpoint_files import best_checkpoint
     from malmen.platform.output import show_training, training_progress
     from malmen.platform.train import Listener
     from malmen.platform.train import train as run_training
@@ -92,7 +93,9 @@ def _train_platform(settings: Config, out: str, resume: bool, address: str | Non
     with training_progress(settings.training.steps) as progress:
         listener = Listener(progress.step, progress.evaluation, progress.event)
         trained = run_training(settings, out, address=address, resume=resume, listener=listener)
+    best = best_checkpoint(out)
     facts: dict[str, Any] = {
+        "best": str(best) if str(best) != str(trained.checkpoint) else None,
         "seconds": round(trained.seconds, 1),
         "steps": trained.steps,
         "editor": out,
@@ -167,21 +170,10 @@ def configs() -> None:
 @app.command()
 def settings(as_json: AsJson = False) -> None:
     """List every setting with its default; any can be given as key=value."""
-    from rich.table import Table
-    from rich.text import Text
-
     from malmen.config import describe_settings
-    from malmen.platform.output import out as console
-    from malmen.platform.output import print_json
+    from malmen.platform.output import show_settings
 
-    rows = describe_settings()
-    if as_json:
-        print_json(rows)
-        return
-    table = Table("setting", "default", "meaning")
-    for row in rows:
-        table.add_row(*(Text(str(row[name])) for name in ("key", "default", "description")))
-    console.print(table)
+    show_settings(describe_settings(), as_json)
 
 
 @data_app.command("check")

@@ -29,10 +29,12 @@ def edit(
     from malmen.data.readers import read_records
     from malmen.data.subjects import edits_of
     from malmen.evaluate import evaluate
+    from malmen.facts import fact_encoder
     from malmen.files import check_replaceable
     from malmen.platform.cli_methods import check_method, load_method
     from malmen.platform.output import err, facts_table, print_json, scores_footer, scores_table
     from malmen.platform.output import out as console
+    from malmen.sampling import check_facts
 
     check_method(method, editor, config, overrides or [])
     check_replaceable(out, "edit.json")
@@ -40,6 +42,7 @@ def edit(
     _refuse_contradictions(records)
     loaded = load_method(method, editor, config, overrides or [], model)
     lm, settings = loaded.lm, loaded.config
+    check_facts(fact_encoder(lm, settings.data), records)
     with err.status(f"editing {len(records)} facts"):
         solved = loaded.method.edit(lm, edits_of(records))
     with err.status("measuring"):

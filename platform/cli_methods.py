@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 EditorFolder = Annotated[
     str | None,
-    typer.Option("--editor", help="a run or checkpoint of `malmen train`, or models:/NAME/VERSION of the registry"),
+    typer.Option(
+        "--editor",
+        help="a run or checkpoint of `malmen train`, RUN@best, or models:/NAME/VERSION or @ALIAS of the registry",
+    ),
 ]
 ModelName = Annotated[
     str | None, typer.Option("--model", help="the base model, where it lies elsewhere than the config says")

@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from malmen.config import ClusterConfig
+from malmen.config import ClusterConfig, ModelConfig
 from malmen.errors import EditError, UsageError
 
 # Roles that work at the same time on the same cores: threads that wait must not spin, which was eight times slower.
@@ -116,6 +116,8 @@ def size_roles(config: ClusterConfig, *, own: bool) -> Roles:
     hypernet_gpus = config.hypernet_gpus
     if hypernet_gpus is None:
         hypernet_gpus = 1.0 if gpus - lm_gpus * config.lm_workers >= config.hypernet_actors else 0.0
+    _check_whole("cluster.lm_gpus", lm_gpus, config.lm_workers)
+    _check_whole("cluster.hypernet_gpus", hypernet_gpus, config.hypernet_actors)
     cores = os.cpu_count() or 1
     shared_cores = own and not lm_gpus  # working at the same time then gains nothing, and threads wait for each other
     return Roles(
@@ -126,6 +128,20 @@ def size_roles(config: ClusterConfig, *, own: bool) -> Roles:
         max(1, cores // config.hypernet_actors if own else int(config.hypernet_cpus)),
         not shared_cores if config.overlap is None else config.overlap,
     )
+
+
+def _check_whole(name: str, gpus: float, processes: int) -> None:
+    if processes > 1 and 0 < gpus < 1:
+        raise UsageError(f"{name}={gpus:g} for {processes} processes: NCCL wants a whole GPU for each; use 1, or 0")
+
+
+def on_own_device(model: ModelConfig, gpus: Sequence[str] | None = None) -> ModelConfig:
+    """`auto` is a GPU only in a process that Ray has given one: those that it sees besides are others'."""
+    if gpus is None:
+        if not ray.is_initialized():
+            return model
+        gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    return model.model_copy(update={"device": "cpu"}) if model.device == "auto" and not gpus else model
 
 
 def check_room(config: ClusterConfig, roles: Roles) -> None:

@@ -82,7 +82,7 @@ class HypernetGroup:
         count = sum(facts["residual_count"] for _, facts in answers)
         facts = {
             "seconds": max(facts["seconds"] for _, facts in answers),
-            "mean_residual": sum(facts["residual_sum"] for _, facts in answers) / count if count else float("nan"),
+            "mean_residual": sum(facts["residual_sum"] for _, facts in answers) / count if count else None,
         }
         return {name: to_tensor(array) for name, array in arrays.items()}, facts
 

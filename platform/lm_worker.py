@@ -21,6 +21,7 @@ from malmen.facts import fact_encoder
 from malmen.layers import find_layers
 from malmen.lm import load_lm
 from malmen.meta import MetaBatch, check_finite, leaf_grads, make_leaves, meta_backward
+from malmen.platform.cluster import on_own_device
 from malmen.platform.hypernet_group import HypernetLost
 from malmen.platform.sharding import load_sharded_lm
 from malmen.sampling import Sampler, training_records
@@ -36,7 +37,8 @@ class LMWorker:
         self.config, self.world_rank, self.world_size, self.note = config, world_rank, world_size, note
         note("loading the language model")
         self.sharded = config.lm.sharding == "zero3"
-        self.lm = load_sharded_lm(config.model) if self.sharded else load_lm(config.model)
+        model = on_own_device(config.model)
+        self.lm = load_sharded_lm(model) if self.sharded else load_lm(model)
         self.layers = find_layers(self.lm.model, config.editor.layers, config.editor.ffn)
         self.encoder = fact_encoder(self.lm, config.data)
         self.sampler = Sampler(config, self.encoder, training_records(config))

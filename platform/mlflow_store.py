@@ -24,7 +24,7 @@ def connect(uri: str, create: bool = True) -> MlflowClient:
     """A client of the store at `uri`. The fluent API is not used: several trackers may live in one process."""
     file = _sqlite_file(uri)
     if not create and file is not None and not file.exists():
-        raise EditError(f"there is no MLflow store at {uri}; expected {file}, or another tracking.uri")
+        raise EditError(f"there is no MLflow store at {uri}; expected {file}, or MLFLOW_TRACKING_URI=… of another")
     check_reachable(uri)
     from mlflow import MlflowClient
 

@@ -33,6 +33,18 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=1, ensure_ascii=False))
 
 
+def show_settings(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
+    """What can be set, its default, what it means."""
+    if as_json:
+        print_json(list(rows))
+        return
+    table = Table("setting", "default", "meaning")
+    for row in rows:
+        default = "" if row["default"] is None else str(row["default"])
+        table.add_row(*(Text(text) for text in (row["key"], default, row["description"])))
+    out.print(table)
+
+
 def percent(value: float | None) -> str:
     """A share for a table."""
     return "–" if value is None else f"{100 * value:.1f}"
@@ -148,6 +160,8 @@ def show_training(
         out.print(f"mean seconds of a step: {shown}", highlight=False, soft_wrap=True)
     where = f"The editor is in {facts['editor']} ({facts['seconds']:.0f} s)"
     registered = f", registered as {facts['registered']}" if facts.get("registered") else ""
+    if facts.get("best"):
+        err.print(f"An earlier checkpoint has better held-out scores: --editor {facts['editor']}@best", soft_wrap=True)
     err.print(f"{where}{registered}. Next: malmen edit --editor {facts['editor']} --facts FILE", soft_wrap=True)
 
 

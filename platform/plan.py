@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from malmen.config import Config
-from malmen.devices import SPLIT
+from malmen.config import SPLIT, Config
 from malmen.layers import LayerSpec
 from malmen.platform.plan_data import Pools, StepFacts, find_pools, step_facts
 from malmen.platform.plan_hypernet import Equation, RehearsedHypernet, find_equations, rehearse_hypernet

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from malmen.checkpoint_files import read_state
-from malmen.config import Config, whole_paths
+from malmen.config import SPLIT, Config, whole_paths
 from malmen.errors import EditError, RunStopped, UsageError
 from malmen.layers import LayerSpec, find_layers
 from malmen.lm import load_skeleton
@@ -37,7 +37,7 @@ from malmen.platform.registry import RegisteredEditor, describe_checkpoint
 from malmen.platform.tracking import Tracker
 from malmen.platform.train_loop import LoopSettings, train_loop
 from malmen.run_folder import RunFolder
-from malmen.sampling import data_fingerprint
+from malmen.sampling import check_held_out, data_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,7 @@ def train(
     `whole`: relative paths mean this process's folder, which the workers do not share.
     """
     start, listener = time.perf_counter(), listener or Listener()
+    check_held_out(config)
     layers = _layers(config)
     if in_ray_job():
         check_lasting(config, out)
@@ -129,8 +130,9 @@ def _run(
             try:
                 for row in _follow(board, group, fit, config.cluster.stall_seconds, listener.stopped):
                     _take(row, folder, tracker, listener)
-            except RunStopped:
-                _end_early(board, group, fit)
+            except Exception as error:
+                with suppress(RayError):  # the board may be what is missing
+                    _end_early(board, group, fit, 60 if isinstance(error, RunStopped) else 15)
                 raise
     finally:
         folder.flush()
@@ -138,18 +140,20 @@ def _run(
             ray.kill(actor)
 
 
-def _end_early(board: Any, group: HypernetGroup, fit: _Fit) -> None:
+def _end_early(board: Any, group: HypernetGroup, fit: _Fit, seconds: float) -> None:
     """The ranks learn of it when they miss the actors; nothing of the run is left then."""
     ray.get(board.stop.remote(), timeout=60)
     for actor in group.actors:
         ray.kill(actor)
-    fit.join(60)
+    fit.join(seconds)
     if fit.is_alive():
-        logger.warning("the LM workers of %s have not ended within a minute", group.run)
+        logger.warning("the LM workers of %s have not ended within %g seconds", group.run, seconds)
 
 
 def _trainer(config: Config, roles: Roles, run: str, loop: LoopSettings) -> TorchTrainer:
     cluster, gpu = config.cluster, bool(roles.lm.get("GPU"))
+    if config.model.device == SPLIT:  # over a worker's own GPUs, and not over those of its neighbours on the node
+        os.environ["TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES"] = "0"
     os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # relative paths of models and data mean what they do here
     return TorchTrainer(
         train_loop,

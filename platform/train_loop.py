@@ -21,7 +21,7 @@ from malmen.platform.hypernet_group import HypernetGroup, HypernetLost
 from malmen.platform.lm_worker import LMWorker
 from malmen.platform.meta_step import Stepped, end_step, meta_step
 from malmen.platform.wire import peak_memory_mb
-from malmen.sampling import validation_records
+from malmen.sampling import check_facts, validation_records
 from malmen.storage import RunStore
 from malmen.training import check_enough
 
@@ -67,6 +67,7 @@ class Rank:
         self.training = loop.config.training
         wanted = self.training.eval_edits or self.training.num_edits
         self.records = check_enough(validation_records(loop.config), wanted)
+        check_facts(worker.encoder, self.records)
         self.evaluated: tuple[int, dict[str, Any]] = (-1, {})
         self.saved = -1
 

@@ -51,10 +51,10 @@ class Access:
         return found
 
 
-def load_access(path: Path) -> Access:
-    """The tokens of the environment if it has any, else of the file, which is made at the first start."""
-    if os.environ.get(VARIABLE):
-        return Access(_from_variable(os.environ[VARIABLE]))
+def load_access(path: Path, given: str | None = None) -> Access:
+    """Those that were given, else the environment's, else the file's, which is made at the first start."""
+    if text := given or os.environ.get(VARIABLE):
+        return Access(_from_variable(text))
     if not path.exists():
         make_tokens(path)
     return Access(_from_file(path))

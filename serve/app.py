@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -19,14 +21,16 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ReplicaState
 
+from malmen.config import SPLIT
 from malmen.data.records import EditRecord
-from malmen.serve.access import load_access
+from malmen.errors import UsageError
+from malmen.serve.access import VARIABLE, load_access
 from malmen.serve.api import Backend, make_app
 from malmen.serve.growing import Growing
 from malmen.serve.messages import Change, Outcome, Prompt, unwrapped
 from malmen.serve.open_ledger import open_ledger
 from malmen.serve.problems import Problem
-from malmen.serve.settings import ServeConfig, parse_settings
+from malmen.serve.settings import ReaderConfig, ServeConfig, WriterConfig, parse_settings
 
 if TYPE_CHECKING:
     from malmen.export import ExportKind
@@ -231,9 +235,11 @@ def _app() -> FastAPI:
 class Ingress:
     """HTTP: who asks, what, and whether they may."""
 
-    def __init__(self, raw: dict[str, Any], writer: DeploymentHandle, reader: DeploymentHandle) -> None:
+    def __init__(
+        self, raw: dict[str, Any], writer: DeploymentHandle, reader: DeploymentHandle, tokens: str | None
+    ) -> None:
         settings = parse_settings(raw, "the endpoint's settings")
-        access = load_access(tokens_file(settings))
+        access = load_access(tokens_file(settings), tokens)
         self.backend = Backend(settings, open_ledger(settings), access, ServeRoles(writer, reader))
 
 
@@ -252,10 +258,12 @@ def make_application(settings: ServeConfig) -> serve.Application:
         "target_ongoing_requests": readers.target_requests,
     }
     writers, answerers, ingresses = cast(Any, (WriterDeployment, ReaderDeployment, Ingress))
-    writer = writers.options(ray_actor_options=_resources(settings.writer.cpus, settings.writer.gpus))
-    reader = answerers.options(autoscaling_config=scale, ray_actor_options=_resources(readers.cpus, readers.gpus))
-    ingress = ingresses.options(num_replicas=settings.ingress_replicas, ray_actor_options=_resources(0.1, 0))
-    bound: serve.Application = ingress.bind(raw, writer.bind(raw), reader.bind(raw))
+    writer = writers.options(ray_actor_options=_resources(settings.writer, "writer"))
+    reader = answerers.options(autoscaling_config=scale, ray_actor_options=_resources(readers, "reader"))
+    ingress = ingresses.options(num_replicas=settings.ingress_replicas, ray_actor_options={"num_cpus": 0.1})
+    # Not as a variable of its environment, which Ray shows to everybody who may look at the cluster.
+    tokens = os.environ.get(VARIABLE)
+    bound: serve.Application = ingress.bind(raw, writer.bind(raw), reader.bind(raw), tokens)
     return bound
 
 
@@ -264,5 +272,11 @@ def build(raw: dict[str, Any]) -> serve.Application:
     return make_application(parse_settings(raw, "args"))
 
 
-def _resources(cpus: float, gpus: float) -> dict[str, Any]:
-    return {"num_cpus": cpus, "num_gpus": gpus}
+def _resources(role: WriterConfig | ReaderConfig, name: str) -> dict[str, Any]:
+    """Of Ray, for a process. Half a GPU where nothing is said and there are some: one holds a writer and a reader."""
+    gpus = role.gpus
+    if gpus is None:
+        if role.device == SPLIT:
+            raise UsageError(f"{name}.device is `split`: over how many GPUs? Set {name}.gpus")
+        gpus = 0.5 if ray.cluster_resources().get("GPU", 0) >= 1 else 0.0
+    return {"num_cpus": role.cpus, "num_gpus": gpus}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from malmen.checkpoint_files import BEST, latest_checkpoint
 from malmen.errors import EditError
 from malmen.platform.cli_options import AsJson, RunByDefault
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     cls=RunByDefault,
     no_args_is_help=True,
-    help="Serve a model with live edits: `malmen serve --editor DIR`.",
+    help="Serve a model with live edits: `malmen serve --editor DIR`. Options: `malmen serve run --help`.",
     pretty_exceptions_enable=False,
 )
 
@@ -34,7 +35,7 @@ def run(
     editor: Annotated[
         str | None, typer.Option(help="a run's folder, or models:/NAME/VERSION or models:/NAME@ALIAS")
     ] = None,
-    store: Annotated[str | None, typer.Option(help="folder of ledger, versions, tokens [default: runs/serve]")] = None,
+    store: Annotated[str | None, typer.Option(help="folder of ledger, versions, tokens; default: runs/serve")] = None,
     config: Annotated[Path | None, typer.Option(help="a YAML file of settings")] = None,
     host: Annotated[str, typer.Option(help="the address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="the port to listen on")] = 8000,
@@ -87,6 +88,8 @@ def _serve(settings: ServeConfig, host: str, port: int, address: str | None, as_
 def _absolute(settings: ServeConfig) -> ServeConfig:
     """Ray's processes stand in other folders."""
     editor = settings.editor
+    if editor.endswith(BEST):
+        editor = str(latest_checkpoint(editor))
     if "://" not in editor and not editor.startswith("models:/"):
         editor = str(Path(editor).absolute())
         if not Path(editor).exists():
@@ -112,19 +115,12 @@ def _absolute(settings: ServeConfig) -> ServeConfig:
 @app.command("settings")
 def settings(as_json: AsJson = False) -> None:
     """List every setting of the endpoint with its default; any can be given as key=value."""
-    from rich.table import Table
-
     from malmen.config import describe_settings
-    from malmen.platform.output import out, print_json
+    from malmen.platform.output import show_settings
     from malmen.serve.settings import ServeConfig
 
     rows = describe_settings(ServeConfig)
-    if as_json:
-        return print_json([{**row, "default": None if row["key"] == "editor" else row["default"]} for row in rows])
-    table = Table("setting", "default", "meaning")
-    for row in rows:
-        table.add_row(row["key"], "" if row["key"] == "editor" else str(row["default"]), row["description"])
-    out.print(table)
+    show_settings([{**row, "default": None if row["key"] == "editor" else row["default"]} for row in rows], as_json)
 
 
 @app.command("audit")

@@ -13,6 +13,7 @@ from malmen.data.records import Fact
 from malmen.editor import Editor
 from malmen.errors import EditError
 from malmen.lm import LanguageModel, load_lm
+from malmen.platform.cluster import on_own_device
 from malmen.sampling import unrelated_to_all, validation_records
 from malmen.serve.blobs import BlobStore
 from malmen.serve.guards import Guards
@@ -71,4 +72,5 @@ def _load(settings: ServeConfig) -> tuple[LanguageModel, Editor, Config]:
 def _load_lm(settings: ServeConfig, config: Config, device: str | None) -> LanguageModel:
     """The base model, where the endpoint's settings want it."""
     wanted = {"name": settings.model, "device": device}
-    return load_lm(config.model.model_copy(update={key: value for key, value in wanted.items() if value is not None}))
+    model = config.model.model_copy(update={key: value for key, value in wanted.items() if value is not None})
+    return load_lm(on_own_device(model))

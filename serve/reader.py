@@ -26,7 +26,7 @@ class Reader:
     def __init__(self, lm: LanguageModel, config: Config, blobs: BlobStore, versions: int = 8) -> None:
         self.lm, self.config, self.blobs, self.kept = lm, config, blobs, versions
         self.encoder = fact_encoder(lm, config.data)
-        self.verbatim = fact_encoder(lm, config.data.model_copy(update={"prompt_format": "raw"}))
+        self.verbatim = replace(self.encoder, prompt_format="verbatim")
         self._overlays: OrderedDict[str, Overlay] = OrderedDict()
 
     def overlay(self, shifts: str | None) -> Overlay | None:
@@ -81,7 +81,7 @@ class Reader:
         """No more new tokens than the model has places for; the answer then ends with `length`."""
         if self.lm.kind != "decoder":
             return sampling
-        room = self.encoder.max_length - prompt_tokens
+        room = self.encoder.max_length - prompt_tokens + 1
         return replace(sampling, max_tokens=max(1, min(sampling.max_tokens, room)))
 
     def _groups(self, shifts: Sequence[str | None]) -> Iterator[tuple[Overlay | None, int]]:

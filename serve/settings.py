@@ -47,7 +47,7 @@ class WriterConfig(Section):
     batch: int = Field(default=64, gt=0, description="requests merged into one solve, at most")
     wait_seconds: float = Field(default=0.02, ge=0, description="how long the first of them waits for others")
     cpus: float = Field(default=0.5, ge=0, description="of Ray, for it")
-    gpus: float = Field(default=0, ge=0, description="of Ray, for it")
+    gpus: float | None = Field(default=None, ge=0, description="of Ray, for it; default: half of one where there are")
     device: str | None = Field(default=None, description="of its model, as model.device; default: the editor's")
 
 
@@ -61,7 +61,7 @@ class ReaderConfig(Section):
     batch: int = Field(default=16, gt=0, description="prompts decoded together, at most")
     wait_seconds: float = Field(default=0.005, ge=0, description="how long the first of them waits for others")
     cpus: float = Field(default=0.5, ge=0, description="of Ray, for each")
-    gpus: float = Field(default=0, ge=0, description="of Ray, for each")
+    gpus: float | None = Field(default=None, ge=0, description="of Ray, for each; default: half of one, if any")
     device: str | None = Field(
         default=None, description="of its model, as model.device; `split`: over its GPUs; default: the editor's"
     )

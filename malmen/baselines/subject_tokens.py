@@ -41,7 +41,8 @@ class Places:
             raise EditError(
                 f"MEMIT needs the subject of {fact.prompt!r}: give the row a `subject`, or rephrasings that share it"
             )
-        found = re.search(rf"(?<!\w){re.escape(fact.subject)}(?!\w)", fact.prompt)
+        name = re.escape(fact.subject)  # where it is a word by itself; not every script parts words
+        found = re.search(rf"(?<!\w){name}(?!\w)", fact.prompt) or re.search(name, fact.prompt)
         text, special = self.encoder.prompt_text(prefix + fact.prompt)
         begin = text.find(prefix + fact.prompt)  # a chat template may trim it
         if found is None or begin < 0:

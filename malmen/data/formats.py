@@ -10,7 +10,7 @@ from pathlib import Path
 from malmen.data.fields import REFUTES, SUPPORTS, Fields, Text
 from malmen.data.records import EditRecord, Fact
 from malmen.data.rows import Problem, Row, Rows, names, read_rows
-from malmen.errors import EditError
+from malmen.errors import UsageError
 
 MIN_JACCARD = 0.8  # below this word overlap a near-paraphrase often says something else
 _OPPOSITE = {SUPPORTS: REFUTES, REFUTES: SUPPORTS, "": ""}
@@ -52,9 +52,9 @@ def parse_file(path: str | Path, format: str = "auto") -> ParsedFile:
 
 
 def parse_rows(rows: Rows, format: str) -> ParsedFile:
-    """Parse what was read; an unknown name of a format is an EditError, anything else a problem in the list."""
+    """Parse what was read; an unknown name of a format is a UsageError, anything else a problem in the list."""
     if format != "auto" and format not in FORMATS:
-        raise EditError(f"there is no format {format!r}; the formats are auto, {', '.join(FORMATS)}")
+        raise UsageError(f"there is no format {format!r}; the formats are auto, {', '.join(FORMATS)}")
     problems = list(rows.problems)
     if format == "auto" and rows.rows:
         format = recognise(rows.rows[0].values) or "auto"

@@ -91,7 +91,7 @@ class FactEncoder:
 
     tokenizer: Any
     kind: Kind
-    prompt_format: Literal["raw", "chat"] = "raw"
+    prompt_format: Literal["raw", "chat", "verbatim"] = "raw"  # verbatim: a prompt already stands in its template
     max_length: int = 512
     overlong: Literal["error", "truncate"] = "error"
     append_eos: bool | None = None  # None: only where the kind needs it to know where an answer ends
@@ -117,7 +117,7 @@ class FactEncoder:
         if not prompt.strip():
             raise EditError("cannot answer an empty prompt")
         ids = self.prompt_ids(prompt)
-        room = self.max_length - (max_new_tokens if self.kind == "decoder" else 0)
+        room = self.max_length - (max_new_tokens - 1 if self.kind == "decoder" else 0)  # the last one is not read
         if len(ids) <= room:
             return ids
         if self.overlong == "error" or room < 2:
@@ -143,8 +143,8 @@ class FactEncoder:
 
     def prompt_text(self, prompt: str) -> tuple[str, bool]:
         """The prompt in its template, and whether the tokenizer is to add its own marks."""
-        if self.prompt_format == "raw":
-            return prompt, True
+        if self.prompt_format != "chat":
+            return prompt, self.prompt_format == "raw"
         if not getattr(self.tokenizer, "chat_template", None):
             raise EditError("prompt_format is `chat`, but this model's tokenizer has no chat template; use `raw`")
         turns = [{"role": "user", "content": prompt}]

@@ -87,6 +87,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(lm: LanguageModel, place:
     assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [4, 5], [5, 6], [5, 6, 7]]  # of equals, the newest
     assert best_checkpoint(place) == RunStore(place).join("checkpoint-0000005")
     assert read_state(best_checkpoint(place))["score"] == pytest.approx(0.9)
+    assert str(latest_checkpoint(f"{place}@best")) == str(best_checkpoint(place))
     assert read_state(place)["scores"] == _measured(0.6)
 
 

@@ -38,6 +38,17 @@ def test_an_evaluation_reports_every_score_before_and_after(lm: LanguageModel) -
     assert len(evaluation.facts) == 7 + 21 + len(unrelated)
 
 
+def test_a_prompt_that_leaves_room_for_its_own_answer_is_measured_beside_longer_answers(lm: LanguageModel) -> None:
+    encoder = fact_encoder(lm, make_config().data)
+    prompt = "In which city was Ada born?"
+    while len(encoder.prompt_ids(prompt + " a")) < encoder.max_length:
+        prompt += " a"
+    full, other = Fact(prompt, "a"), Fact("Who is it?", "a b c d e f g h")
+    found = evaluate(lm, [EditRecord(full), EditRecord(other)], {}, make_config())
+    assert found.after["edit"].generated is not None
+    assert len(encoder.encode(full).input_ids) >= encoder.max_length - 1
+
+
 @pytest.mark.slow
 def test_an_edit_that_changes_nothing_scores_after_as_before(lm: LanguageModel) -> None:
     evaluation = evaluate(lm, world_records("validation")[:3], _shifts(lm, 0.0), make_config())

@@ -7,7 +7,7 @@ import pytest
 from small_runs import make_config
 from transformers import AutoTokenizer
 
-from malmen.config import Config
+from malmen.config import Config, DataConfig, ModelConfig
 from malmen.data.records import EditRecord, Fact
 from malmen.data.tokens import FactEncoder
 from malmen.data.world import world_records
@@ -15,11 +15,24 @@ from malmen.data.world_model import WORLD_MODEL
 from malmen.errors import EditError, UsageError
 from malmen.facts import fact_encoder
 from malmen.lm import LanguageModel
-from malmen.sampling import Sampler, compatible_records, training_records, unrelated_to_all, validation_records
+from malmen.sampling import (
+    Sampler,
+    check_facts,
+    check_held_out,
+    compatible_records,
+    training_records,
+    unrelated_to_all,
+    validation_records,
+)
+from malmen.training import train as train_alone
 
 
 def _sampler(lm: LanguageModel, config: Config) -> Sampler:
     return Sampler(config, fact_encoder(lm, config.data), training_records(config))
+
+
+def _about(data: DataConfig, **training: object) -> Config:
+    return make_config(**training).model_copy(update={"data": data})
 
 
 def test_a_step_can_be_drawn_again_by_its_number(lm: LanguageModel) -> None:
@@ -112,6 +125,39 @@ def test_a_fact_that_is_too_long_is_found_before_the_first_step(lm: LanguageMode
     sampler = Sampler(config, fact_encoder(lm, config.data), lambda _epoch: [record])
     with pytest.raises(EditError, match="more than max_length 64"):
         sampler.check_lengths()
+
+
+def test_held_out_facts_that_the_model_cannot_be_given_are_found_before_the_first_step(tmp_path: Path) -> None:
+    train, held_out = tmp_path / "train.jsonl", tmp_path / "held_out.jsonl"
+    train.write_text(
+        json.dumps({"prompt": "Who is it?", "answer": "Ada", "equivalents": [{"prompt": "Who?", "answer": "Ada"}]})
+    )
+    held_out.write_text(json.dumps({"prompt": "Who " * 100, "answer": "Ada"}))
+    config = _about(DataConfig(train=str(train), validation=str(held_out)), num_edits=1)
+    with pytest.raises(EditError, match="more than max_length 64"):
+        train_alone(config, tmp_path / "run")
+    assert not list(tmp_path.glob("run/checkpoint-*"))
+
+
+def test_an_answer_that_is_no_class_is_found_too() -> None:
+    encoder = FactEncoder(AutoTokenizer.from_pretrained(WORLD_MODEL), "classifier")
+    check_facts(encoder, [EditRecord(Fact("It rains.", "SUPPORTS"))])
+    with pytest.raises(EditError, match=r"one of .*SUPPORTS"):
+        check_facts(encoder, [EditRecord(Fact("It rains.", "perhaps"))])
+
+
+@pytest.mark.parametrize("given", ["train", "validation"])
+def test_a_real_model_is_not_measured_by_the_invented_people(given: str) -> None:
+    config = _about(DataConfig(**{given: "facts.jsonl"}))
+    check_held_out(config)  # the built-in model knows them
+    other = config.model_copy(update={"model": ModelConfig(name="gpt2")})
+    with pytest.raises(UsageError, match=rf"data.{given} is a file and data.\w+ is not given.*'gpt2' knows nothing"):
+        check_held_out(other)
+
+
+def test_who_measures_on_what_was_trained_on_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    check_held_out(_about(DataConfig(train="facts.jsonl", validation="facts.jsonl")))
+    assert "the same file" in caplog.text
 
 
 def test_what_a_chat_template_adds_to_a_fact_counts_too() -> None:

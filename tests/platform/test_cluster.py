@@ -7,18 +7,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 from small_runs import SMALL
 
-from malmen.config import ClusterConfig
+from malmen.config import ClusterConfig, ModelConfig
 from malmen.errors import EditError, UsageError
 from malmen.platform.cluster import (
     Roles,
     _check_answers,
     check_room,
     describe_resources,
+    on_own_device,
     room_for_runs,
     size_roles,
 )  # fmt: skip
@@ -121,6 +123,22 @@ def test_roles_overlap_unless_they_share_one_machines_cores(
     wanted: bool | None, own: bool, gpus: float, overlap: bool
 ) -> None:
     assert size_roles(ClusterConfig(overlap=wanted, lm_gpus=gpus), own=own).overlap is overlap
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("role", [{"lm_workers": 2, "lm_gpus": 0.5}, {"hypernet_actors": 2, "hypernet_gpus": 0.5}])
+def test_processes_that_talk_to_each_other_do_not_share_a_gpu(role: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"_gpus=0\.5 for 2 processes: NCCL wants a whole GPU"):
+        size_roles(ClusterConfig(**role), own=False)
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "used"),
+    [("auto", [], "cpu"), ("auto", ["1"], "auto"), ("cuda", [], "cuda"), ("split", ["0", "1"], "split")],
+)
+def test_a_gpu_that_ray_has_not_given_is_anothers(device: str, gpus: list[str], used: str) -> None:
+    assert on_own_device(ModelConfig(device=device), gpus).device == used
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from malmen.errors import EditError
 from malmen.facts import fact_encoder
 from malmen.layers import LayerSpec, find_layers
 from malmen.lm import LanguageModel, load_lm
+from malmen.platform.hypernet_actor import EVALUATION
 from malmen.platform.hypernet_group import HypernetGroup
 from malmen.platform.wire import to_tensor
 from malmen.sampling import Sampler, training_records
@@ -60,6 +61,9 @@ def test_three_actors_that_share_two_layers_equal_one_editor(aggregation: str, t
             group.put_grads(step, grads)
             group.finish(group.start_backward(step))
             group.finish(group.start_backward(step))  # asked twice, done once
+        group.put_traces(EVALUATION, 0, traces)
+        _, told = group.solve(EVALUATION, "float64")
+        assert (told["mean_residual"] is None) == (aggregation == "sum")  # a sum has no equation to miss
         states = ray.get([actor.snapshot.remote() for actor in group.actors], timeout=60)
     finally:
         for actor in group.actors:

@@ -37,6 +37,8 @@ def test_the_environment_comes_before_the_file(tmp_path: Path, monkeypatch: pyte
     access = load_access(tmp_path / "tokens.yaml")
     assert access.caller("a" * 20).name == "ann" and access.caller("b" * 20).role == "read"
     assert not (tmp_path / "tokens.yaml").exists()
+    other = load_access(tmp_path / "tokens.yaml", f"eve:admin:{'e' * 20}")  # what the one who starts it passes on
+    assert other.caller("e" * 20).role == "admin"
 
 
 @pytest.mark.parametrize(

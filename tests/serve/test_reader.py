@@ -35,6 +35,19 @@ def test_a_long_answer_to_a_short_prompt_does_not_push_a_long_prompt_beyond_the_
     assert answers[0].prompt_tokens > 30 and all(answer.finish_reason for answer in answers)
 
 
+def test_a_prompt_that_fills_all_places_is_answered_by_one_token(fresh: Endpoint) -> None:
+    reader = fresh.roles.answering.reader
+    places = reader.encoder.max_length
+    ids = reader.encode(Prompt("a", None, Sampling(1)))
+    text = " ".join(["a"] * places)
+    while len(reader.encoder.prompt_ids(text)) > places:
+        text = text[:-2]
+    assert len(ids) == 1 and len(reader.encoder.prompt_ids(text)) == places
+    full, short = reader.answer([Prompt(text, None, Sampling(9)), Prompt("a", None, Sampling(9))])
+    assert (full.prompt_tokens, full.finish_reason) == (places, "length") and len(full.ids) == 1
+    assert short.text == reader.answer([Prompt("a", None, Sampling(9))])[0].text
+
+
 @pytest.mark.parametrize("how", [{"temperature": 1e-40}, {"temperature": 1.0, "top_p": 1e-50}])
 def test_the_smallest_numbers_that_are_allowed_give_an_answer(shared: Endpoint, how: dict[str, float]) -> None:
     reply = shared.admin.post("/v1/completions", json={"model": "base", "prompt": "a", "max_tokens": 2, **how})

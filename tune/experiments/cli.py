@@ -12,7 +12,7 @@ import typer
 
 from malmen.errors import EditError, UsageError
 from malmen.platform.cli_options import AsJson
-from malmen.tune.experiments.settings import KINDS, load_experiment
+from malmen.tune.experiments.settings import KINDS, PREFIX, ExperimentConfig, load_experiment
 
 if TYPE_CHECKING:
     from malmen.tune.experiments.runner import ExperimentListener
@@ -90,6 +90,16 @@ def _add(kind: str) -> None:
 
 for _kind in KINDS:
     _add(_kind)
+
+
+@app.command("settings")
+def settings(as_json: AsJson = False) -> None:
+    """List every setting of an experiment with its default; any can be given as experiment.key=value."""
+    from malmen.config import describe_settings
+    from malmen.platform.output import show_settings
+
+    rows = describe_settings(ExperimentConfig)
+    show_settings([{**row, "key": f"{PREFIX}{row['key']}"} for row in rows], as_json)
 
 
 @app.command("report")

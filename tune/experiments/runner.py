@@ -157,13 +157,7 @@ def _run_groups(
     if not waiting:
         return lost
     with connected(address, config.cluster):
-        there = ray.cluster_resources()
-        gpus = settings.gpus if settings.gpus is not None else float(there.get("GPU", 0) >= 1)
-        for name, asked in (("CPU", settings.cpus), ("GPU", gpus)):
-            if asked > there.get(name, 0):
-                raise EditError(
-                    f"each task asks for {asked:g} {name}, but the whole cluster has {there.get(name, 0):g}"
-                )
+        gpus = _task_gpus(settings)
         task = ray.remote(num_cpus=settings.cpus, num_gpus=gpus, max_retries=2)(do_cells)
         running: dict[Any, Group] = {}
         queue = list(waiting)
@@ -186,6 +180,16 @@ def _run_groups(
                 listener.event(f"{group.variant.label()}, seed {group.seed}: ended")
             listener.progress(sum(map(store.done, cells)), len(cells))
     return lost
+
+
+def _task_gpus(settings: ExperimentConfig) -> float:
+    """GPUs for each task; EditError where no node could ever hold one, because Ray would wait for it for ever."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    gpus = settings.gpus if settings.gpus is not None else float(any(node.get("GPU", 0) >= 1 for node in nodes))
+    if not any(node.get("CPU", 0) >= settings.cpus and node.get("GPU", 0) >= gpus for node in nodes):
+        there = "; ".join(f"{node.get('CPU', 0):g} CPU and {node.get('GPU', 0):g} GPU" for node in nodes)
+        raise EditError(f"each task asks for {settings.cpus:g} CPU and {gpus:g} GPU; the cluster's nodes have {there}")
+    return gpus
 
 
 def _startable(queue: Sequence[Group], running: Sequence[Group]) -> list[Group]:

@@ -29,6 +29,7 @@ from malmen.facts import encode_batches, fact_encoder
 from malmen.files import whole_file
 from malmen.lm import LanguageModel, load_lm
 from malmen.overlay import edited
+from malmen.platform.cluster import on_own_device
 from malmen.sampling import validation_records
 from malmen.score import score
 from malmen.trace import trace
@@ -47,7 +48,7 @@ def do_cells(variant: Variant, seed: int, cells: Sequence[Cell], settings: Exper
     if not waiting:
         return
     config = variant.seeded(seed)
-    lm = load_lm(config.model)
+    lm = load_lm(on_own_device(config.model))
     try:
         method, trained = ready_method(variant, seed, lm, folder)
     except EditError as error:  # e.g. an equation that has no solution without regularisation

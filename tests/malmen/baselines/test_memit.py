@@ -61,6 +61,16 @@ def test_a_corpus_too_small_for_a_layer_is_a_clear_error() -> None:
         spread(torch.ones(1, 4), torch.ones(1, 2), torch.zeros(4, 4, dtype=torch.float64), 1.0)
 
 
+def test_a_subject_is_found_where_a_script_does_not_part_words(tmp_path: Path) -> None:
+    lm = load_lm("builtin")
+    places = Places(lm, config(tmp_path), 0, 1)
+    prompt = "the city of Osakajo is"
+    within = places.of(Fact(prompt, "Lima", subject="Osaka"))
+    assert lm.tokenizer.decode(within.encoded.input_ids[: within.position + 1]).startswith("the city of Osaka")
+    with pytest.raises(EditError, match="does not stand in the prompt"):
+        places.of(Fact(prompt, "Lima", subject="Tokyo"))
+
+
 @pytest.mark.parametrize("name", DECODERS)
 def test_the_subjects_hidden_states_arrive_at_their_values(name: str, tmp_path: Path) -> None:
     lm = worded_lm(name)

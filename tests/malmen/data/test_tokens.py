@@ -143,15 +143,24 @@ def test_answers_are_generated_from_what_they_are_scored_after(framed: PreTraine
 def test_a_prompt_to_generate_from_leaves_room_for_the_answer(framed: PreTrainedTokenizerFast) -> None:
     whole = FactEncoder(framed, "decoder").generation_ids(FACT.prompt, 5)
     room = len(whole)
-    assert FactEncoder(framed, "decoder", max_length=room + 5).generation_ids(FACT.prompt, 5) == whole
-    with pytest.raises(EditError, match=rf"has {room} tokens; with 6 new ones that is more than the {room + 5} that"):
-        FactEncoder(framed, "decoder", max_length=room + 5).generation_ids(FACT.prompt, 6)
+    fits = FactEncoder(framed, "decoder", max_length=room + 4)  # the last new token is not read
+    assert fits.generation_ids(FACT.prompt, 5) == whole
+    with pytest.raises(EditError, match=rf"has {room} tokens; with 6 new ones that is more than the {room + 4} that"):
+        fits.generation_ids(FACT.prompt, 6)
     encoder = FactEncoder(framed, "decoder", max_length=9, overlong="truncate")
-    assert encoder.generation_ids(FACT.prompt, 5) == [framed.bos_token_id, *whole[-3:]]
+    assert encoder.generation_ids(FACT.prompt, 6) == [framed.bos_token_id, *whole[-3:]]
     assert encoder.truncated == 1
-    for too_many in (8, 9, 20):  # one token of the prompt, none, less than none
+    for too_many in (9, 10, 20):  # one token of the prompt, none, less than none
         with pytest.raises(EditError, match="more than the 9 that fit"):
             encoder.generation_ids(FACT.prompt, too_many)
+
+
+def test_what_already_stands_in_its_template_is_read_as_it_is(framed: PreTrainedTokenizerFast) -> None:
+    framed.chat_template = "<s>{{ messages[0].content }} Answer:"
+    asked = FactEncoder(framed, "decoder", prompt_format="chat").prompt_ids(FACT.prompt)
+    text = framed.apply_chat_template([{"role": "user", "content": FACT.prompt}], tokenize=False)
+    assert FactEncoder(framed, "decoder", prompt_format="verbatim").prompt_ids(text) == asked
+    assert asked.count(framed.bos_token_id) == 1
 
 
 def test_an_encoder_needs_no_room_for_the_answer(framed: PreTrainedTokenizerFast) -> None:

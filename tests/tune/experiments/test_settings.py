@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from malmen.errors import UsageError
 from malmen.tune.experiments.runner import base_config
-from malmen.tune.experiments.settings import PRESETS, load_experiment
+from malmen.tune.experiments.settings import PRESETS, ExperimentConfig, load_experiment
 from malmen.tune.experiments.variants import ablation, all_variants, cancelling, method_variant
+
+Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.mark.parametrize("path", sorted(PRESETS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -74,3 +78,10 @@ def test_a_recipe_with_an_unknown_setting_is_told_before_anything_runs() -> None
     settings = load_experiment("world", ["experiment.recipes={odd: {training.metalr: 0.5}}"])
     with pytest.raises(UsageError, match=r"the recipe 'odd': unknown key 'training.metalr'"):
         list(all_variants(settings, base_config(settings), {"recipes"}))
+
+
+def test_every_setting_is_listed(malmen: Run) -> None:
+    code, out, _ = malmen("experiment", "settings", "--json")
+    listed = {row["key"]: row["default"] for row in json.loads(out)}
+    assert code == 0 and set(listed) == {f"experiment.{name}" for name in ExperimentConfig.model_fields}
+    assert listed["experiment.seeds"] == [0, 1, 2]
