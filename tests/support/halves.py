@@ -20,7 +20,8 @@ ALONE = ("--pdb", "--lf", "--last-failed", "--ff", "--failed-first", "--sw", "--
 def main(args: list[str]) -> int:
     """The exit code of both."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    command = [sys.executable, "-m", "pytest", "-m", "not chaos", *args]
+    slowest = ["--durations", "12", "--durations-min", "5"]  # told at each run: together they have 12 minutes
+    command = [sys.executable, "-m", "pytest", "-m", "not chaos", *slowest, *args]
     if any(arg.startswith(ALONE) for arg in args):  # these need one terminal, or one list of what failed
         return subprocess.call(command)
     with tempfile.TemporaryFile() as told:
