@@ -127,27 +127,29 @@ def _run(
     loop = LoopSettings(config, group, board, run, roles.lm_threads, roles.overlap, {"mlflow_run": tracker.run_id})
     try:
         with _fitting(_trainer(config, roles, run, loop)) as fit:
+            followed = False
             try:
                 for row in _follow(board, group, fit, config.cluster.stall_seconds, listener.stopped):
                     _take(row, folder, tracker, listener)
-            except Exception as error:
-                with suppress(RayError):  # the board may be what is missing
-                    _end_early(board, group, fit, 60 if isinstance(error, RunStopped) else 15)
-                raise
+                followed = True
+            finally:
+                if not followed:
+                    with suppress(RayError):  # the board may be what is missing
+                        _end_early(board, group, fit)
     finally:
         folder.flush()
         for actor in (*group.actors, board):
             ray.kill(actor)
 
 
-def _end_early(board: Any, group: HypernetGroup, fit: _Fit, seconds: float) -> None:
+def _end_early(board: Any, group: HypernetGroup, fit: _Fit) -> None:
     """The ranks learn of it when they miss the actors; nothing of the run is left then."""
     ray.get(board.stop.remote(), timeout=60)
     for actor in group.actors:
         ray.kill(actor)
-    fit.join(seconds)
+    fit.join(30)
     if fit.is_alive():
-        logger.warning("the LM workers of %s have not ended within %g seconds", group.run, seconds)
+        logger.warning("the LM workers of %s have not ended within 30 seconds", group.run)
 
 
 def _trainer(config: Config, roles: Roles, run: str, loop: LoopSettings) -> TorchTrainer:

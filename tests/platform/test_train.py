@@ -23,7 +23,7 @@ from malmen.lm import load_skeleton
 from malmen.platform.board import Board
 from malmen.platform.hypernet_group import HypernetGroup
 from malmen.platform.tracking import Tracker
-from malmen.platform.train import TrainedEditor, _follow, train
+from malmen.platform.train import Listener, TrainedEditor, _follow, train
 from malmen.sampling import data_fingerprint, validation_records
 from malmen.training import evaluate_editor
 from malmen.training import train as train_alone
@@ -183,6 +183,16 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
     with pytest.raises(EditError, match=r"step 2: the meta loss is nan; .*transformer\.h\.2.*; the records were r\d+"):
         train(config, tmp_path / "run")
     assert load_editor(tmp_path / "run").steps_done == 2
+
+
+def test_a_driver_that_fails_leaves_no_worker_behind(models: Path, tmp_path: Path) -> None:
+    def disk_is_full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    config = make_platform_config("gpt2", models, training={"steps": 1000})
+    with pytest.raises(OSError, match="no space left"):
+        train(config, tmp_path / "run", listener=Listener(step=disk_is_full))
+    assert "ray-train" not in {thread.name for thread in threading.enumerate()}  # that is: Ray Train's run has ended
 
 
 def test_a_hang_is_reported_with_who_waits_for_whom(
