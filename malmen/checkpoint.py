@@ -60,11 +60,19 @@ def save_checkpoint(
         save_file(_contiguous(editor.optimizer_state()), folder / "optimizer.safetensors")
         _write_json(folder / "config.json", editor.config.model_dump(mode="json"))
         _write_json(folder / MARK, {**state, **(extra or {})})
-    found = scores_by_checkpoint(store)
-    for old in list(found)[:-keep]:
-        if old != best_of(found):
-            store.remove(old)
+    _keep_few(store, keep)
     return store.join(name)
+
+
+def add_scores(run: str | Path, step: int, scores: Mapping[str, Any], *, keep: int = 2) -> None:
+    """What was measured of the newest checkpoint. It is saved before: an evaluation that fails costs no steps."""
+    store = RunStore(run)
+    newest = store.checkpoints()[-1]
+    state = read_state(store.join(newest))
+    assert state["step"] == step, (state["step"], step)
+    state |= {"scores": dict(scores), "score": score(scores)}
+    store.write_text(f"{newest}/{MARK}", _json(state))
+    _keep_few(store, keep)
 
 
 def load_editor(folder: str | Path, lm: LanguageModel | None = None, *, optimizer: bool = False) -> Editor:
@@ -132,6 +140,14 @@ def _state(editor: Editor, fingerprint: str, scores: Mapping[str, Any] | None) -
     }
 
 
+def _keep_few(store: RunStore, keep: int) -> None:
+    """The newest ones, and the best."""
+    found = scores_by_checkpoint(store)
+    for old in list(found)[:-keep]:
+        if old != best_of(found):
+            store.remove(old)
+
+
 def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
@@ -156,4 +172,8 @@ def _load_into(editor: Editor, tensors: dict[str, Tensor], folder: str | Path) -
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    whole_file(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+    whole_file(path, _json(value))
+
+
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, indent=1, ensure_ascii=False) + "\n"

@@ -14,10 +14,12 @@ from malmen.config import Config
 from malmen.data.records import EditRecord, Fact
 from malmen.data.tokens import EncodedFact, FactEncoder, TokenBatch, make_batches
 from malmen.facts import fact_encoder
-from malmen.generate import decode, generate_ids
+from malmen.generate import decode, generate_ids, up_to_the_end
 from malmen.lm import LanguageModel
 from malmen.overlay import Shifts, edited
 from malmen.sampling import unrelated_to_all
+
+_END_MARKS = ("\n", ".", ",", ";", ":", "!", "?")
 
 Predict = Callable[[Sequence[EncodedFact]], list[list[int]]]  # the most probable tokens of each fact's answer
 
@@ -36,7 +38,8 @@ class Success:
 
     tokens: float | None  # token-wise, teacher-forced: the paper's ES, GS, LS
     exact: float | None  # whole answers, teacher-forced
-    generated: float | None  # whole answers, free-running
+    generated: float | None  # whole answers, free-running; as decoding is greedy, the same answers as `exact`
+    ended: float | None  # of these, the answers after which the text ends
 
 
 @dataclass
@@ -62,6 +65,7 @@ class Evaluation:
     before: dict[str, Success]
     after: dict[str, Success]
     locality_agreement: float | None  # unrelated answer tokens predicted as by the unedited model
+    generated_agreement: float | None  # unrelated prompts whose whole generated text is the unedited model's
     mean_residual: float | None
     shift_ratio: dict[str, float]  # ‖S‖/‖W‖ by layer
     facts: list[FactReport] = field(default_factory=list)
@@ -75,7 +79,9 @@ class Evaluation:
                 flat[name + suffix] = table[role].tokens
                 flat[f"{name}_exact{suffix}"] = table[role].exact
                 flat[f"{name}_generated{suffix}"] = table[role].generated
+                flat[f"{name}_ended{suffix}"] = table[role].ended
         flat["locality_agreement"] = self.locality_agreement
+        flat["locality_agreement_generated"] = self.generated_agreement
         flat["mean_residual"] = self.mean_residual
         flat["max_shift_ratio"] = max(self.shift_ratio.values(), default=0.0)
         return flat
@@ -100,12 +106,13 @@ def evaluate(
             tables[when] = {
                 role: _answers(lm, encoder, facts[role], encoded[role], config, generate, predict) for role in facts
             }
-    agreement = _agreement(tables["before"]["unrelated"].predicted, tables["after"]["unrelated"].predicted)
+    old, new = (tables[when]["unrelated"] for when in ("before", "after"))
     return Evaluation(
         edits=len(records),
-        before={role: _success(encoded[role], answers) for role, answers in tables["before"].items()},
-        after={role: _success(encoded[role], answers) for role, answers in tables["after"].items()},
-        locality_agreement=agreement,
+        before={role: _success(lm, encoded[role], answers) for role, answers in tables["before"].items()},
+        after={role: _success(lm, encoded[role], answers) for role, answers in tables["after"].items()},
+        locality_agreement=_agreement(old.predicted, new.predicted),
+        generated_agreement=_generated_agreement(lm, old.generated, new.generated),
         mean_residual=residual,
         shift_ratio=shift_ratio(lm, shifts),
         facts=_reports(lm, facts, encoded, tables),
@@ -143,7 +150,7 @@ def _answers(
     predicted = predict(encoded)
     if not generate or lm.kind == "classifier" or not encoded:
         return Answers(predicted, None)
-    longest = max(len(fact.targets) for fact in encoded)
+    longest = max(len(fact.targets) for fact in encoded) + 1  # one more, to see whether the text ends there
     news = [_new_tokens(fact, longest, encoder) for fact in encoded]
     prompts = [fact.prompt for fact in facts]
     return Answers(predicted, generate_ids(lm, encoder, prompts, news, config.batch.token_budget))
@@ -156,21 +163,32 @@ def _new_tokens(fact: EncodedFact, longest: int, encoder: FactEncoder) -> int:
     return max(len(fact.targets), min(longest, encoder.max_length - fact.first))
 
 
-def _success(encoded: Sequence[EncodedFact], answers: Answers) -> Success:
+def _success(lm: LanguageModel, encoded: Sequence[EncodedFact], answers: Answers) -> Success:
     if not encoded:
-        return Success(None, None, None)
+        return Success(None, None, None, None)
     hits = [
         [token == target for token, target in zip(predicted, fact.targets, strict=True)]
         for fact, predicted in zip(encoded, answers.predicted, strict=True)
     ]
-    generated = None
+    generated = ended = None
     if answers.generated is not None:
-        generated = _mean(_starts(ids, fact) for ids, fact in zip(answers.generated, encoded, strict=True))
-    return Success(_mean(hit for row in hits for hit in row), _mean(all(row) for row in hits), generated)
+        pairs = list(zip(answers.generated, encoded, strict=True))
+        generated = _mean(_starts(ids, fact) for ids, fact in pairs)
+        ended = _mean(_starts(ids, fact) and _ends(lm, ids, fact) for ids, fact in pairs)
+    return Success(_mean(hit for row in hits for hit in row), _mean(all(row) for row in hits), generated, ended)
 
 
 def _starts(ids: list[int], fact: EncodedFact) -> bool:
     return ids[: len(fact.targets)] == fact.targets
+
+
+def _ends(lm: LanguageModel, ids: list[int], fact: EncodedFact) -> bool:
+    """Whether the text ends after the answer: by the end mark, a new line, or what closes a clause or a sentence.
+    An answer that takes all the room there is has not been seen to end."""
+    answer, rest = ids[: len(fact.targets)], ids[len(fact.targets) :]
+    if lm.tokenizer.eos_token_id in (answer[-1], *rest[:1]):
+        return True
+    return str(lm.tokenizer.decode(rest)).lstrip(" ")[:1] in _END_MARKS if rest else False
 
 
 def _mean(values: Any) -> float:
@@ -181,6 +199,14 @@ def _mean(values: Any) -> float:
 def _agreement(before: list[list[int]], after: list[list[int]]) -> float | None:
     pairs = [pair for rows in zip(before, after, strict=True) for pair in zip(*rows, strict=True)]
     return _mean(one == other for one, other in pairs) if pairs else None
+
+
+def _generated_agreement(
+    lm: LanguageModel, before: list[list[int]] | None, after: list[list[int]] | None
+) -> float | None:
+    if not before or not after:
+        return None
+    return _mean(up_to_the_end(lm, one) == up_to_the_end(lm, other) for one, other in zip(before, after, strict=True))
 
 
 def _text(lm: LanguageModel, ids: list[int]) -> str:

@@ -66,12 +66,15 @@ def _own_settings_aside(model: Any) -> Iterator[None]:
         model.generation_config = shipped
 
 
+def up_to_the_end(lm: LanguageModel, ids: Sequence[int]) -> list[int]:
+    """Without the end mark and what follows it: padding, where others of a batch went on."""
+    ids, end = list(ids), lm.tokenizer.eos_token_id
+    return ids[: ids.index(end)] if end in ids else ids
+
+
 def decode(lm: LanguageModel, ids: Sequence[int]) -> str:
     """Tokens as text, up to the end mark."""
-    ids = list(ids)
-    if lm.tokenizer.eos_token_id in ids:
-        ids = ids[: ids.index(lm.tokenizer.eos_token_id)]
-    return str(lm.tokenizer.decode(ids, skip_special_tokens=True)).strip()
+    return str(lm.tokenizer.decode(up_to_the_end(lm, ids), skip_special_tokens=True)).strip()
 
 
 def ask(

@@ -79,8 +79,18 @@ def check_held_out(config: Config) -> None:
             f"data.{given} is a file and data.{missing} is not given, so it would be the built-in world, of which the "
             f"model {config.model.name!r} knows nothing; name a file for it too: data.{missing}=FILE"
         )
-    if train == validation != "builtin":
-        log.warning("data.train and data.validation are the same file: scores are of facts that were trained on")
+
+
+def shared_facts(config: Config, train: Iterable[EditRecord], held_out: Sequence[EditRecord]) -> str | None:
+    """What is to be said of held-out records whose fact is trained on too, in any wording: their scores flatter."""
+    known = {fact.prompt for record in train for fact in (record.edit, *record.equivalents)}
+    shared = [record.edit.prompt for record in held_out if record.edit.prompt in known]
+    if not shared:
+        return None
+    return (
+        f"{len(shared)} of the {len(held_out)} held-out records of {config.data.validation} are edited in training too "
+        f"(such as {shared[0]!r}): their scores are of facts that were trained on"
+    )
 
 
 def check_facts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from malmen.baselines.method import EditMethod
-from malmen.checkpoint import load_editor, save_checkpoint
-from malmen.config import Config
+from malmen.checkpoint import add_scores, load_editor, save_checkpoint
+from malmen.checkpoint_files import read_state
+from malmen.config import Config, TrainingConfig
 from malmen.data.records import EditRecord
 from malmen.data.subjects import edits_of
 from malmen.editor import Editor, seeded_editor
@@ -27,9 +29,12 @@ from malmen.sampling import (
     check_held_out,
     compatible_records,
     data_fingerprint,
+    shared_facts,
     training_records,
     validation_records,
 )
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -66,31 +71,42 @@ def train(
     sampler = Sampler(config, fact_encoder(lm, config.data), training_records(config))
     records = validation_records(config)
     sampler.check_lengths()
-    check_facts(sampler.encoder, check_enough(records, config.training.eval_edits or config.training.num_edits))
+    asked = check_enough(records, config.training.eval_edits or config.training.num_edits)
+    check_facts(sampler.encoder, asked)
+    if shared := shared_facts(config, sampler.records(0), asked):
+        log.warning(shared)
     run = TrainingRun(folder, lm, editor, opened.history)
     opened.begin()
-    scores: dict[str, Any] = {}
-    caches = sampler.caches(fingerprint, lm.dtype)
-    while editor.steps_done < config.training.steps:
+    caches, training = sampler.caches(fingerprint, lm.dtype), config.training
+
+    def measure() -> None:
+        step, scores = editor.steps_done, evaluate_editor(lm, editor, records, config, generate=False).scores()
+        if on_evaluation:
+            on_evaluation(step, scores)
+        add_scores(folder, step, scores, keep=training.keep_checkpoints)
+        opened.add({"step": step, "scores": scores, "damping": editor.damping(), "edit_lr": editor.edit_lr()})
+
+    not_measured = opened.checkpoint is not None and not read_state(opened.checkpoint)["scores"]
+    if not_measured and _is_measured(training, editor.steps_done):  # the run was interrupted just there
+        measure()
+    while editor.steps_done < training.steps:
         report = meta_step(lm, editor, sampler.batch(editor.steps_done), caches)
         step = editor.steps_done
-        row: dict[str, Any] = {"step": step, **vars(report)}
         if on_step:
             on_step(step, report)
-        every, scores = config.training.eval_every, {}
-        if every and step % every == 0 and step < config.training.steps:
-            scores = evaluate_editor(lm, editor, records, config, generate=False).scores()
-            row.update(scores=scores, damping=editor.damping(), edit_lr=editor.edit_lr())
-            if on_evaluation:
-                on_evaluation(step, scores)
-        opened.add(row)
-        due = bool(scores) or step % config.training.checkpoint_every == 0  # what was measured may be the best
-        if due and step < config.training.steps:
-            save_checkpoint(folder, editor, fingerprint, scores, keep=config.training.keep_checkpoints)
-    save_checkpoint(folder, editor, fingerprint, scores, keep=config.training.keep_checkpoints)
+        opened.add({"step": step, **vars(report)})
+        if _is_measured(training, step) or step == training.steps or step % training.checkpoint_every == 0:
+            save_checkpoint(folder, editor, fingerprint, keep=training.keep_checkpoints)
+        if _is_measured(training, step):
+            measure()
     opened.begin({"finished": True})
     run.seconds = time.perf_counter() - start
     return run
+
+
+def _is_measured(training: TrainingConfig, step: int) -> bool:
+    """Whether held-out records are edited after this step. The last one is for the caller to measure."""
+    return bool(training.eval_every and step % training.eval_every == 0 and 0 < step < training.steps)
 
 
 def make_editor(lm: LanguageModel, config: Config) -> Editor:

@@ -188,14 +188,12 @@ class HypernetActor:
         assert self._report["step"] == step, (self._report["step"], step)
         return self._report
 
-    def save(
-        self, generation: str, run: str, fingerprint: str, scores: Mapping[str, Any], extra: Mapping[str, Any]
-    ) -> str:
+    def save(self, generation: str, run: str, fingerprint: str, extra: Mapping[str, Any]) -> str:
         """A checkpoint of the step that is done."""
         self._check(generation)
         with self._note(f"saving step {self.editor.steps_done}"):
             keep = self.config.training.keep_checkpoints
-            return str(save_checkpoint(run, self.editor, fingerprint, dict(scores), keep=keep, extra=extra))
+            return str(save_checkpoint(run, self.editor, fingerprint, keep=keep, extra=extra))
 
     @ray.method(concurrency_group="status")
     def status(self) -> dict[str, Any]:

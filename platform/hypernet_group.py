@@ -104,9 +104,9 @@ class HypernetGroup:
         """What the actors report of the step, one by one."""
         return self._get(pending)
 
-    def save(self, fingerprint: str, scores: Mapping[str, Any], extra: Mapping[str, Any]) -> str:
+    def save(self, fingerprint: str, extra: Mapping[str, Any]) -> str:
         """A checkpoint, written by the first actor: all hold the same θ."""
-        ref = self.actors[0].save.remote(self.generation, self.run, fingerprint, dict(scores), dict(extra))
+        ref = self.actors[0].save.remote(self.generation, self.run, fingerprint, dict(extra))
         return str(self._get([ref])[0])
 
     def status(self) -> list[str]:

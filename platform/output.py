@@ -25,7 +25,7 @@ _ROLES = {
     "generalization_success": "rephrasings (GS)",
     "locality_success": "unrelated (LS)",
 }
-_WAYS = (("", "tokens"), ("_exact", "whole answers"), ("_generated", "generated freely"))
+_WAYS = (("", "tokens"), ("_exact", "whole answers"), ("_ended", "generated, ends there"))
 
 
 def print_json(value: Any) -> None:
@@ -83,6 +83,9 @@ def scores_footer(scores: Mapping[str, Any]) -> str:
     if scores["locality_agreement"] is not None:
         agreement = percent(scores["locality_agreement"])
         parts.insert(0, f"unrelated tokens predicted as by the unedited model {agreement} %")
+    if scores["locality_agreement_generated"] is not None:
+        agreement = percent(scores["locality_agreement_generated"])
+        parts.insert(1, f"unrelated texts generated as by it {agreement} %")
     if scores["mean_residual"] is not None:
         parts.append(f"mean residual {scores['mean_residual']:.3f}")
     return " · ".join(parts)

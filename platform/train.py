@@ -234,6 +234,8 @@ def _take(row: Mapping[str, Any], folder: RunFolder, tracker: Tracker, listener:
         raise (UsageError if row["exit_code"] == 2 else EditError)(row["message"])
     if kind == "lost":
         listener.event(f"step {step}: {row['why']}; restored, going on")
+    elif kind == "remark":
+        listener.event(row["text"])
     elif kind == "checkpoint":
         folder.flush()
     elif kind == "step" and step > (folder.history[-1]["step"] if folder.history else 0):

@@ -13,6 +13,7 @@ import ray
 import torch
 from ray.train import get_context
 
+from malmen.checkpoint import add_scores
 from malmen.checkpoint_files import latest_checkpoint, read_state
 from malmen.config import Config
 from malmen.errors import EditError
@@ -21,7 +22,7 @@ from malmen.platform.hypernet_group import HypernetGroup, HypernetLost
 from malmen.platform.lm_worker import LMWorker
 from malmen.platform.meta_step import Stepped, end_step, meta_step
 from malmen.platform.wire import peak_memory_mb
-from malmen.sampling import check_facts, validation_records
+from malmen.sampling import check_facts, shared_facts, validation_records
 from malmen.storage import RunStore
 from malmen.training import check_enough
 
@@ -68,8 +69,9 @@ class Rank:
         wanted = self.training.eval_edits or self.training.num_edits
         self.records = check_enough(validation_records(loop.config), wanted)
         check_facts(worker.encoder, self.records)
-        self.evaluated: tuple[int, dict[str, Any]] = (-1, {})
-        self.saved = -1
+        if shared := shared_facts(loop.config, worker.sampler.records(0), self.records):
+            self._record({"kind": "remark", "text": shared})
+        self.evaluated = self.saved = -1
 
     def run(self) -> None:
         """Up to the last step, however often something is lost on the way."""
@@ -80,7 +82,7 @@ class Rank:
                     step, traces, restored = self._go_on(step), None, True
                 if step > furthest:  # losses that are far apart end no run
                     furthest, losses = step, 0
-                self._evaluate_and_save(step)
+                self._save_and_evaluate(step)
                 if step >= self.training.steps:
                     return
                 begin = time.perf_counter()
@@ -132,10 +134,9 @@ class Rank:
         raise EditError("the hypernet actors could not be brought together; see the log of the Ray cluster")
 
     def _saved_step(self) -> int:
-        names = RunStore(self.loop.run).checkpoints()
-        state = read_state(RunStore(self.loop.run).join(names[-1])) if names else {"step": -1}
-        # One that is to be measured now, and was not when it was saved, is saved again.
-        return -1 if names and self._is_due(state["step"]) and not state["scores"] else int(state["step"])
+        store = RunStore(self.loop.run)
+        names = store.checkpoints()
+        return int(read_state(store.join(names[-1]))["step"]) if names else -1
 
     def _is_due(self, step: int) -> bool:
         """Whether held-out records are measured after this step."""
@@ -154,20 +155,24 @@ class Rank:
             )
         return str(checkpoint)
 
-    def _evaluate_and_save(self, step: int) -> None:
+    def _save_and_evaluate(self, step: int) -> None:
+        """In this order: an evaluation that fails costs no steps. What is measured is saved too, so that the best is
+        never lost."""
         due = self._is_due(step)
-        if due and self.evaluated[0] != step:
-            self.evaluated = (step, self._evaluate())
-            memory = self.worker.gather(peak_memory_mb())
-            self._record({"kind": "evaluation", "step": step, "scores": self.evaluated[1], "lm_memory": memory})
-        # What was measured is saved too, so that the best is never lost.
         if step and (due or step % self.training.checkpoint_every == 0) and self.saved != step:
             with self.worker.together(f"saving step {step}"):
                 if self.worker.world_rank == 0:
-                    scores = self.evaluated[1] if self.evaluated[0] == step else {}
-                    path = self.group.save(self.worker.fingerprint, scores, self.loop.extra)
+                    path = self.group.save(self.worker.fingerprint, self.loop.extra)
                     self._record({"kind": "checkpoint", "step": step, "path": path})
             self.saved = step
+        if due and self.evaluated != step:
+            scores = self._evaluate()
+            with self.worker.together(f"saving the scores of step {step}"):
+                if self.worker.world_rank == 0:
+                    add_scores(self.loop.run, step, scores, keep=self.training.keep_checkpoints)
+            self.evaluated = step
+            memory = self.worker.gather(peak_memory_mb())
+            self._record({"kind": "evaluation", "step": step, "scores": scores, "lm_memory": memory})
 
     def _evaluate(self) -> dict[str, Any]:
         facts = [self.worker.encoder.encode(record.edit) for record in self.records]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from malmen.data.tokens import make_batches
 from malmen.editor import Editor
+from malmen.errors import EditError
 from malmen.hypernet import HyperNetwork
 from malmen.lm import LanguageModel
 from malmen.losses import kl, nll
@@ -24,6 +25,14 @@ from malmen.trace import LayerTrace, trace
 
 def concatenated_backward(lm: LanguageModel, editor: Editor, batch: MetaBatch) -> None:
     """Add ∇_θ L_meta to the gradients of θ by autograd through everything; no batches."""
+    settings = editor.config.editor
+    if settings.aggregation != "least_squares" or not settings.regularisation:
+        raise EditError(
+            f"one graph is built for the regularised normal equation; given are editor.aggregation="
+            f"{settings.aggregation} and editor.regularisation={settings.regularisation}"
+        )
+    if not batch.equivalents or not batch.unrelated:
+        raise EditError("one graph needs equivalents and unrelated facts in the step; the records have none")
     edits, equivalents, unrelated = (
         make_batches(facts, sys.maxsize, lm.pad_id)[0].to(lm.device)
         for facts in (batch.edits, batch.equivalents, batch.unrelated)

@@ -9,11 +9,15 @@ import hashlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -25,33 +29,44 @@ from malmen.lm import LanguageModel
 _TEXTS_AT_ONCE = 256
 
 
-def read_texts(path: Path) -> list[str]:
-    """One text a line."""
+@dataclass(frozen=True)
+class KeyMoments:
+    """E[u uᵀ] by layer (key, key) in float64, and the seconds that it took whoever computed it."""
+
+    by_layer: dict[str, Tensor]
+    seconds: float
+
+
+def read_texts(path: Path) -> Iterator[str]:
+    """One text a line, read as far as they are asked for."""
+    some = False
     try:
-        texts = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                if line.strip():
+                    some = True
+                    yield line.strip()
     except (OSError, UnicodeDecodeError) as error:
         raise EditError(f"cannot read the corpus {path}: {error}") from error
-    found = [text for text in texts if text]
-    if not found:
+    if not some:
         raise EditError(f"the corpus {path} holds no text: expected one text a line")
-    return found
 
 
 def key_moments(
     lm: LanguageModel, layers: Sequence[LayerSpec], texts: Iterable[str], max_tokens: int, *,
     token_budget: int = 4096, cache: Path | None = None, on_tokens: Callable[[int], None] | None = None,
-) -> dict[str, Tensor]:  # fmt: skip
-    """E[u uᵀ] by layer (key, key) in float64, over the first `max_tokens` tokens of the texts."""
-    listed = list(texts)
-    about = [lm.fingerprint(), [layer.name for layer in layers], max_tokens, listed]
-    name = hashlib.sha256(json.dumps(about, ensure_ascii=False).encode()).hexdigest()[:32]
+) -> KeyMoments:  # fmt: skip
+    """Of the first `max_tokens` tokens of the texts; what comes after them is not read."""
+    parts = list(_some_at_a_time(lm, texts, max_tokens))
+    about = [lm.fingerprint(), [layer.name for layer in layers], [fact.input_ids for part in parts for fact in part]]
+    name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
     kept = cache / f"{name}.safetensors" if cache is not None else None
     if kept is not None and kept.is_file():
-        return {key: found.to(lm.device) for key, found in load_file(kept).items()}
+        return _read(kept, lm)
+    began, count = time.perf_counter(), 0
     sums = {layer.name: torch.zeros(layer.key_size, layer.key_size, dtype=torch.float64) for layer in layers}
     sums = {key: total.to(lm.device) for key, total in sums.items()}
-    count = 0
-    for encoded in _some_at_a_time(lm, listed, max_tokens):
+    for encoded in parts:
         for batch in make_batches(encoded, token_budget, lm.pad_id):
             batch = batch.to(lm.device)
             with torch.no_grad(), _added_up(lm, sums, batch.masks["decoder"]):
@@ -59,21 +74,33 @@ def key_moments(
             count += int(batch.masks["decoder"].sum())
         if on_tokens:
             on_tokens(count)
-    moments = {key: total / max(count, 1) for key, total in sums.items()}
+    by_layer = {key: total / max(count, 1) for key, total in sums.items()}
+    found = KeyMoments(by_layer, time.perf_counter() - began)
     if kept is not None:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:  # several may compute the same at the same time
-            save_file({key: found.cpu().contiguous() for key, found in moments.items()}, Path(scratch) / kept.name)
-            os.replace(Path(scratch) / kept.name, kept)
-    return moments
+        _write(kept, found)
+    return found
 
 
-def _some_at_a_time(lm: LanguageModel, texts: Sequence[str], max_tokens: int) -> Iterator[list[EncodedFact]]:
+def _read(path: Path, lm: LanguageModel) -> KeyMoments:
+    with safe_open(path, framework="pt") as file:
+        seconds = float(file.metadata()["seconds"])
+    return KeyMoments({key: found.to(lm.device) for key, found in load_file(path).items()}, seconds)
+
+
+def _write(path: Path, found: KeyMoments) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {key: moment.cpu().contiguous() for key, moment in found.by_layer.items()}
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:  # several may compute the same at the same time
+        save_file(tensors, Path(scratch) / path.name, metadata={"seconds": str(found.seconds)})
+        os.replace(Path(scratch) / path.name, path)
+
+
+def _some_at_a_time(lm: LanguageModel, texts: Iterable[str], max_tokens: int) -> Iterator[list[EncodedFact]]:
     """Texts as token lists, none longer than the model reads, until there are enough tokens."""
-    longest, taken = lm.max_positions or 1024, 0
-    for first in range(0, len(texts), _TEXTS_AT_ONCE):
+    longest, taken, left = lm.max_positions or 1024, 0, iter(texts)
+    while some := list(islice(left, _TEXTS_AT_ONCE)):
         encoded = []
-        for ids in lm.tokenizer(list(texts[first : first + _TEXTS_AT_ONCE]))["input_ids"]:
+        for ids in lm.tokenizer(some)["input_ids"]:
             ids = ids[: min(longest, max_tokens - taken)]
             taken += len(ids)
             if ids:

@@ -7,13 +7,13 @@ S = R Kᵀ (w C + K Kᵀ)⁻¹, with the keys K of the subjects, their residuals
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from malmen.baselines.key_moments import key_moments, read_texts
+from malmen.baselines.key_moments import KeyMoments, key_moments, read_texts
 from malmen.baselines.method import PlainEdit, check_facts, finite
 from malmen.baselines.subject_tokens import Placed, Places, hidden_at, keys_at
 from malmen.baselines.subject_values import find_values
@@ -35,6 +35,7 @@ class Memit:
         if len({parameter.device for parameter in lm.model.parameters()}) > 1:
             raise EditError("MEMIT needs the whole model on one device; model.device=split is for the other methods")
         self.config, self.settings = config, config.baselines.memit
+        self._moments: KeyMoments | None = None
         self.layers = sorted(find_layers(lm.model, self.settings.layers, "second"), key=lambda layer: layer.block)
 
     def edit(
@@ -42,7 +43,7 @@ class Memit:
     ) -> PlainEdit:
         """Values, then one layer after the other; `on_facts` hears of facts whose value is found."""
         check_facts(facts)
-        moments = self.moments(lm)
+        moments = self.moments(lm).by_layer
         places = Places(lm, self.config, self.settings.prefixes, self.settings.prefix_tokens)
         plain = [places.of(fact) for fact in facts]
         varied = [places.with_prefixes(fact) for fact in facts]
@@ -60,18 +61,21 @@ class Memit:
         wanted = (targets - before).norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
         return PlainEdit(finite(shifts), float((missed.norm(dim=-1) / wanted).mean()))
 
-    def moments(self, lm: LanguageModel) -> dict[str, Tensor]:
+    def moments(self, lm: LanguageModel) -> KeyMoments:
         """C of each layer, computed once."""
+        if self._moments is None:
+            self._moments = key_moments(
+                lm, self.layers, self._texts(), self.settings.corpus_tokens,
+                token_budget=self.config.batch.token_budget, cache=Path(self.settings.cache_dir),
+            )  # fmt: skip
+        return self._moments
+
+    def _texts(self) -> Iterable[str]:
         if self.settings.corpus is not None:
-            texts = read_texts(Path(self.settings.corpus))
-        else:
-            records = training_records(self.config)(0)
-            texts = [f"{fact.prompt} {fact.answer}" for record in records for fact in record.unrelated]
-            texts = list(dict.fromkeys(texts)) or [record.edit.prompt for record in records]
-        return key_moments(
-            lm, self.layers, texts, self.settings.corpus_tokens, token_budget=self.config.batch.token_budget,
-            cache=Path(self.settings.cache_dir),
-        )  # fmt: skip
+            return read_texts(Path(self.settings.corpus))
+        records = training_records(self.config)(0)
+        texts = [f"{fact.prompt} {fact.answer}" for record in records for fact in record.unrelated]
+        return list(dict.fromkeys(texts)) or [record.edit.prompt for record in records]
 
 
 def spread(keys: Tensor, residuals: Tensor, moment: Tensor, weight: float) -> Tensor:

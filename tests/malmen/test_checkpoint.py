@@ -12,7 +12,7 @@ from full_disk import full_disk
 from small_runs import make_config
 from torch.testing import assert_close
 
-from malmen.checkpoint import load_edit, load_editor, save_checkpoint, save_edit
+from malmen.checkpoint import add_scores, load_edit, load_editor, save_checkpoint, save_edit
 from malmen.checkpoint_files import best_checkpoint, latest_checkpoint, read_config, read_state
 from malmen.data.world import world_records
 from malmen.editor import Editor
@@ -89,6 +89,19 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(lm: LanguageModel, place:
     assert read_state(best_checkpoint(place))["score"] == pytest.approx(0.9)
     assert str(latest_checkpoint(f"{place}@best")) == str(best_checkpoint(place))
     assert read_state(place)["scores"] == _measured(0.6)
+
+
+def test_a_checkpoint_is_measured_after_it_was_saved(lm: LanguageModel, place: str | Path) -> None:
+    editor, kept = make_editor(lm, make_config()), []
+    for editor.steps_done, success in enumerate([0.5, 0.9, 0.8], start=1):
+        save_checkpoint(place, editor, lm.fingerprint(), keep=1, extra={"mlflow_run": "a1"})
+        add_scores(place, editor.steps_done, _measured(success), keep=1)
+        kept.append([int(name[-1]) for name in RunStore(place).checkpoints()])
+    assert kept == [[1], [2], [2, 3]]
+    state = read_state(place)
+    assert (state["scores"], state["mlflow_run"], state["step"]) == (_measured(0.8), "a1", 3)
+    assert read_state(f"{place}@best")["score"] == pytest.approx(0.9)
+    assert load_editor(place, lm).steps_done == 3
 
 
 def test_a_checkpoint_that_cannot_be_read_now_is_not_removed(lm: LanguageModel, tmp_path: Path) -> None:

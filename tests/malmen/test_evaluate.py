@@ -9,7 +9,7 @@ from small_runs import make_config
 
 from malmen.data.records import EditRecord, Fact
 from malmen.data.world import world_records
-from malmen.evaluate import evaluate, predict_tokens, shift_ratio
+from malmen.evaluate import _ends, evaluate, predict_tokens, shift_ratio
 from malmen.facts import fact_encoder
 from malmen.layers import find_layers
 from malmen.lm import LanguageModel
@@ -50,10 +50,43 @@ def test_a_prompt_that_leaves_room_for_its_own_answer_is_measured_beside_longer_
 
 
 @pytest.mark.slow
+def test_a_generated_answer_counts_as_ended_only_where_the_text_ends_after_it(lm: LanguageModel) -> None:
+    """The built-in model says an instrument and stops, so the first word of two is right and goes on."""
+    known = next(
+        fact for record in world_records("validation") for fact in record.unrelated if len(fact.answer.split()) == 2
+    )
+    part = Fact(known.prompt, known.answer.split()[0])
+    for fact, ended in ((known, 1.0), (part, 0.0)):
+        found = evaluate(lm, [EditRecord(fact)], {}, make_config())
+        assert (found.after["edit"].exact, found.after["edit"].generated) == (1.0, 1.0)
+        assert found.after["edit"].ended == ended
+
+
+@pytest.mark.parametrize(
+    ("rest", "ended"),
+    [("", False), (" is", False), ("son", False), (".", True), (", who", True), ("\n", True), (" ; so", True)],
+)
+def test_what_follows_an_answer_tells_whether_it_has_ended(lm: LanguageModel, rest: str, ended: bool) -> None:
+    fact = fact_encoder(lm, make_config().data).encode(Fact("Who is it?", "Ada"))
+    following = lm.tokenizer(rest)["input_ids"] if rest else []
+    assert _ends(lm, [*fact.targets, *following], fact) is ended
+    assert _ends(lm, [*fact.targets, lm.tokenizer.eos_token_id], fact)
+
+
+@pytest.mark.slow
+def test_generated_agreement_is_the_share_of_unrelated_texts_that_stay(lm: LanguageModel) -> None:
+    records = world_records("validation")[:6]
+    found = evaluate(lm, records, _shifts(lm, 0.15), make_config())
+    texts = [(fact.before, fact.after) for fact in found.facts if fact.role == "unrelated"]
+    same = sum(before == after for before, after in texts) / len(texts)
+    assert 0.0 < same < 1.0 and found.scores()["locality_agreement_generated"] == pytest.approx(same)
+
+
+@pytest.mark.slow
 def test_an_edit_that_changes_nothing_scores_after_as_before(lm: LanguageModel) -> None:
     evaluation = evaluate(lm, world_records("validation")[:3], _shifts(lm, 0.0), make_config())
     assert evaluation.after == evaluation.before
-    assert evaluation.locality_agreement == 1.0
+    assert evaluation.locality_agreement == evaluation.generated_agreement == 1.0
     assert set(evaluation.shift_ratio.values()) == {0.0}
     assert all((fact.before, fact.right_before) == (fact.after, fact.right_after) for fact in evaluation.facts)
 

@@ -155,9 +155,18 @@ def test_a_real_model_is_not_measured_by_the_invented_people(given: str) -> None
         check_held_out(other)
 
 
-def test_who_measures_on_what_was_trained_on_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    check_held_out(_about(DataConfig(train="facts.jsonl", validation="facts.jsonl")))
-    assert "the same file" in caplog.text
+def test_who_measures_on_what_was_trained_on_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"prompt": f"Who is number {n}?", "answer": "Ada", "equivalents": [f"Number {n} is"]} for n in range(4)]
+    others = [{"prompt": "Number 2 is", "answer": "Bob"}, {"prompt": "Who is number 7?", "answer": "Bob"}]
+    for name, written in (("train", rows), ("held_out", others)):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in written))
+    data = DataConfig(train=str(tmp_path / "train"), validation=str(tmp_path / "held_out"))
+    train_alone(_about(data, num_edits=2, steps=1), tmp_path / "run")
+    assert f"1 of the 2 held-out records of {tmp_path / 'held_out'} are edited in training too" in caplog.text
+    assert "such as 'Number 2 is'" in caplog.text
+    caplog.clear()
+    train_alone(_about(DataConfig(), num_edits=2, steps=1), tmp_path / "other")
+    assert "in training too" not in caplog.text
 
 
 def test_what_a_chat_template_adds_to_a_fact_counts_too() -> None:

@@ -65,6 +65,24 @@ def test_what_was_measured_is_saved_so_that_the_best_is_kept(lm: LanguageModel, 
 
 
 @pytest.mark.slow
+def test_an_evaluation_that_fails_costs_no_steps_and_is_made_when_the_run_goes_on(
+    lm: LanguageModel, tmp_path: Path
+) -> None:
+    config = make_config(eval_every=2, checkpoint_every=100)
+    with pytest.raises(Stopped):
+        train(config, tmp_path / "killed", lm=lm, on_evaluation=_stop_at(4))
+    assert RunStore(tmp_path / "killed").checkpoints() == ["checkpoint-0000002", "checkpoint-0000004"]
+    done: list[int] = []
+    resumed = train(config, tmp_path / "killed", lm=lm, on_step=lambda step, _report: done.append(step))
+    assert done == [5, 6]
+    plain = train(config, tmp_path / "plain", lm=lm)
+    for run in (resumed, plain):
+        assert [row["step"] for row in run.history if "meta_loss" in row] == [1, 2, 3, 4, 5, 6]
+        assert [row["step"] for row in run.history if "scores" in row] == [2, 4]
+    assert resumed.history[5]["scores"] == plain.history[5]["scores"] != plain.history[2]["scores"]
+
+
+@pytest.mark.slow
 def test_resuming_a_finished_run_changes_nothing(lm: LanguageModel, tmp_path: Path) -> None:
     run = train(make_config(steps=1), tmp_path, lm=lm)
     again = train(make_config(steps=1), tmp_path, lm=lm, resume=True)

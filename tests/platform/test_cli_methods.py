@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from malmen.data.world import world_records
 
@@ -36,7 +37,12 @@ def test_a_rival_edits_without_an_editor(malmen: Malmen, facts: Path, tmp_path: 
     code, said, _ = malmen(
         "edit", "--method", method, "--facts", facts, "--out", out, "--no-generate", "--json", moments
     )
-    assert code == 0 and json.loads(said)["edits"] == 3
+    found = json.loads(said)
+    assert code == 0 and found["edits"] == 3
+    shifts = load_file(out / "shifts.safetensors")
+    assert shifts and all(float(shift.norm()) > 0 for shift in shifts.values())
+    if method != "memit":  # the built-in model does not recall facts at its subjects
+        assert found["edit_success"] > found["edit_success_before"]
     about = json.loads((out / "edit.json").read_text())["editor"]
     assert about["method"] == method and about["settings"]
 

@@ -75,9 +75,9 @@ def test_a_folder_whose_name_looks_like_markup_is_named_literally(malmen: Run, t
 
 def test_what_was_not_measured_is_a_dash() -> None:
     assert (percent(None), percent(0.5)) == ("–", "50.0")
-    nothing = Success(None, None, None)
-    table = {"edit": Success(0.25, 0.0, None), "equivalent": nothing, "unrelated": nothing}
-    evaluation = Evaluation(3, table, table, None, None, {"a": 0.1, "b": 0.2})
+    nothing = Success(None, None, None, None)
+    table = {"edit": Success(0.25, 0.0, None, None), "equivalent": nothing, "unrelated": nothing}
+    evaluation = Evaluation(3, table, table, None, None, None, {"a": 0.1, "b": 0.2})
     printed = _printed(scores_table(evaluation.scores()))
     assert "25.0 → 25.0" in printed
     assert "– → –" in printed

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import ray
-from chaos import hanging_actor, overflowing_loop
+from chaos import failing_evaluation, hanging_actor, overflowing_loop
 from mlflow import MlflowClient
 from platform_runs import make_platform_config, train_in_turn
 from torch.testing import assert_close
 
 from malmen.checkpoint import load_editor
+from malmen.checkpoint_files import read_state
 from malmen.config import Config
 from malmen.editor import Editor
 from malmen.errors import EditError
@@ -146,14 +147,22 @@ def test_a_model_loaded_in_parts_gives_the_whole_models_scores(two_ranks: Runs, 
 def test_a_run_on_a_storage_that_only_fsspec_knows_is_logged_and_registered_by_the_same_command(
     models: Path, tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has all its steps when the registry fails; only what is left is done then."""
+    """It has all its steps when its evaluation fails, and when the registry does; only what is left is done then."""
     uri, out = f"sqlite:///{tmp_path / 'mlflow.db'}", f"elsewhere://{tmp_path / 'run'}"
     config = make_platform_config("gpt2", models, tracking={"enabled": True, "uri": uri})
+    with monkeypatch.context() as patch:
+        patch.setattr("malmen.platform.train.train_loop", failing_evaluation)
+        with pytest.raises(EditError, match="could not be measured"):
+            train(config, out)
+    state = read_state(out)
+    assert (state["step"], state["scores"]) == (3, {})
     with monkeypatch.context() as patch:
         patch.setattr(Tracker, "register", _registry_is_away)
         with pytest.raises(EditError, match="the registry is away"):
             train(config, out)
-    found = train(config, out)
+    said: list[str] = []
+    found = train(config, out, listener=Listener(event=said.append))
+    assert said[0].startswith("going on from step 3") and "5 of the 5 held-out records" in said[1]  # the same file
     assert found.checkpoint == f"{out}/checkpoint-0000003" and found.registered is not None
     assert_equal_runs(found, alone(config))
     with pytest.raises(EditError, match="already holds a finished run"):

@@ -92,6 +92,10 @@ def _scaling(found: dict[str, Any]) -> Figure:
 
 
 def _bars(found: dict[str, Any], labels: Sequence[str], title: str) -> Figure:
+    labels = [
+        f"{label} ({row['seeds']} of {len(found['seeds'])} seeds)" if row["seeds"] and row["errors"] else label
+        for label, row in zip(labels, found["rows"], strict=True)
+    ]
     figure, panels = _figure(len(PANELS), height=1.2 + 0.34 * len(labels))
     for axes, (name, text) in zip(panels, PANELS.items(), strict=True):
         for place, row in enumerate(found["rows"]):

@@ -32,7 +32,7 @@ def _find(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any] | None:
 
 
 def _ahead(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
-    """MALMEN's harmonic mean of ES, GS and LS beside each rival's."""
+    """MALMEN's harmonic mean of ES, GS and LS beside each rival's; who lacks a seed that others have is not ahead."""
     told = []
     for edits in sorted({row["edits"] for row in rows if row["edits"] >= _MANY}):
         mine = _mean(_find(rows, variant="malmen", edits=edits), "score")
@@ -43,7 +43,10 @@ def _ahead(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
         shown = ", ".join(f"{name} {_percent(value)}" for name, value in asked.items())
         text = f"at {edits} edits MALMEN's {SCORE}, {_percent(mine)}, is above {shown}"
         numbers = [value for value in asked.values() if value is not None]
-        told.append((text, mine is not None and bool(numbers) and all(mine > value for value in numbers)))
+        held = mine is not None and bool(numbers) and all(mine > value for value in numbers)
+        if lacking := [row["label"] for row in rows if row["edits"] == edits and row["errors"]]:
+            text += f" (not all seeds: {', '.join(lacking)})"
+        told.append((text, held and "MALMEN" not in lacking))
     return told
 
 
@@ -52,36 +55,44 @@ def _percent(value: float | None) -> str:
 
 
 def _residuals(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
-    edits = max((row["edits"] for row in rows if row["edits"] <= 256), default=None)
+    asked = [row["edits"] for row in rows]
+    edits = 256 if 256 in asked else max(asked, default=0)
     mine = _mean(_find(rows, variant="squares_answer", edits=edits), "mean_residual")
     theirs = _mean(_find(rows, variant="sum_answer", edits=edits), "mean_residual")
+    text = f"at {edits} edits the mean residual of least squares is at least 100 times below that of a sum"
     if not mine or theirs is None:
-        return []
-    text = (
-        f"at {edits} edits the mean residual of least squares, {mine:.3g}, is at least 100 times below that of a sum, "
-    )
-    return [(text + f"{theirs:.3g} ({theirs / mine:.0f} times)", theirs >= 100 * mine)]
+        return [(f"{text}: at least one of them failed", False)]
+    return [(f"{text}: {mine:.3g} and {theirs:.3g}, {theirs / mine:.0f} times", theirs >= 100 * mine)]
 
 
 def _union(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
     once, union = (_find(rows, variant="malmen", way=way) for way in ("at once", "union"))
     first, second = _mean(once, "score"), _mean(union, "score")
+    text = "in rounds, least squares over the union scores as at once"
     if first is None or second is None:
-        return []
-    text = f"in rounds, least squares over the union scores as at once ({100 * second:.2f} and {100 * first:.2f})"
-    return [(text, abs(first - second) < 0.005)]
+        return [(f"{text}: at least one of them failed", False)]
+    return [(f"{text} ({100 * second:.2f} and {100 * first:.2f})", abs(first - second) < 0.005)]
 
 
 def _flat(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
-    broken = any(row["way"] == "decomposed" and "peak_mb" not in row for row in rows)
-    mine = sorted((row["edits"], row["peak_mb"]) for row in rows if row["way"] == "decomposed" and "peak_mb" in row)
-    other = sorted((row["edits"], row.get("peak_mb")) for row in rows if row["way"] == "concatenated")
-    if len(mine) < 2 or not other:
+    """What a step adds to the process, and how that grows with the edits."""
+    ways = {way: {row["edits"]: row for row in rows if row["way"] == way} for way in ("decomposed", "concatenated")}
+    mine, graph = ways.values()
+    if len(mine) < 2 or len(graph) < 2:
         return []
-    (few, low), (many, high) = mine[0], mine[-1]
-    last = "ran out" if other[-1][1] is None else f"took {other[-1][1]:.0f} MB"
-    text = (
-        f"from {few} to {many} edits the decomposed step's peak grows by less than a quarter "
-        f"({low:.0f} to {high:.0f} MB); one graph {last}"
-    )
-    return [(text, high <= 1.25 * low and not broken)]
+    few, many = min(mine), max(mine)
+    text = f"from {few} to {many} edits the memory of the decomposed step grows by less than a tenth of one graph's"
+    if any("peak_mb" not in row for row in (*mine.values(), graph[min(graph)])):
+        return [(f"{text}: at least one of them failed", False)]
+    text += f": from {added_mb(mine[few]):.0f} to {added_mb(mine[many]):.0f} MB beside libraries and model"
+    last = graph[max(graph)]
+    if "peak_mb" not in last:
+        return [(f"{text}; one graph {'ran out' if 'ran_out' in last else 'failed'}", "ran_out" in last)]
+    first = graph[min(graph)]
+    held = 10 * (added_mb(mine[many]) - added_mb(mine[few])) <= added_mb(last) - added_mb(first)
+    return [(f"{text}; one graph's from {added_mb(first):.0f} to {added_mb(last):.0f} MB", held)]
+
+
+def added_mb(row: dict[str, Any]) -> float:
+    """Of a step, to what the process held before it."""
+    return float(row["peak_mb"] - row["before_mb"])

@@ -55,10 +55,13 @@ def _step(config: Config, way: str, edits: int) -> dict[str, Any]:
     from malmen.sampling import Sampler, training_records
     from malmen.training import make_editor
 
-    sized = config.model_copy(update={"training": config.training.model_copy(update={"num_edits": edits})})
+    # Exactly so many: a preset's editors are trained with different numbers.
+    changed = config.training.model_copy(update={"num_edits": edits, "min_edits": None})
+    sized = config.model_copy(update={"training": changed})
     lm = load_lm(sized.model)
     editor = make_editor(lm, sized)
     batch = Sampler(sized, fact_encoder(lm, sized.data), training_records(sized)).batch(0)
+    assert len(batch.edits) == edits, (len(batch.edits), edits)
     before = _forget_peak()
     if way == "decomposed":
         meta_step(lm, editor, batch)

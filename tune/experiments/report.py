@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from malmen.files import whole_file
-from malmen.tune.experiments.findings import findings
+from malmen.tune.experiments.findings import added_mb, findings
 from malmen.tune.experiments.settings import KINDS
 
 REPORT = "report.html"
@@ -30,7 +30,9 @@ _TEXTS = {
         "Methods over the number of edits (Figs. 5–8)",
         "The paper edits BERT-base, GPT-2, T5-XL and GPT-J on FEVER and zsRE, up to 16,384 edits, and trains the "
         "hyper-networks anew for each number; here one editor per seed is used for all numbers, and the model and its "
-        "data are others unless you named them. The order of the methods can be compared, the heights cannot.",
+        "data are others unless you named them. What the paper states in numbers (ES / GS / LS): GPT-2, zsRE, 512 "
+        "edits: MALMEN 99.7 / 96.1 / 16.5; BERT-base, FEVER, 512 edits: 93.0 / 85.8 / 89.5; GPT-J, zsRE, 8,192 edits: "
+        "99.7 / 92.8 / 25.1. Its curves are pictures only.",
     ),
     "ablation": (
         "Ablation (Tables 1 and 2)",
@@ -66,8 +68,9 @@ SHORT = {"edit_success": "ES", "generalization_success": "GS", "locality_success
 COLUMNS = {
     **SHORT, "locality_agreement": "agreement", "score": "harmonic mean",
     "edit_success_generated": "ES gen.", "generalization_success_generated": "GS gen.",
-    "locality_success_generated": "LS gen.", "mean_residual": "MR", "training_seconds": "train (s)",
-    "edit_seconds": "edit (s)",
+    "locality_success_generated": "LS gen.", "locality_agreement_generated": "agreement gen.",
+    "edit_success_ended": "ES ended", "generalization_success_ended": "GS ended", "locality_success_ended": "LS ended",
+    "mean_residual": "MR", "training_seconds": "train (s)", "edit_seconds": "edit (s)",
 }  # fmt: skip
 
 
@@ -141,6 +144,9 @@ def _score_row(row: dict[str, Any], names: list[str]) -> str:
     label = row["label"] + (f", {row['rounds']} rounds, {row['way']}" if row.get("rounds", 1) > 1 else "")
     failed = f'<td class="text" colspan="{len(names)}">failed: {html.escape("; ".join(row["errors"]))}</td>'
     cells = "".join(f"<td>{_number(name, row[name])}</td>" for name in names) if row["seeds"] else failed
+    if row["seeds"] and row["errors"]:
+        why = html.escape("; ".join(row["errors"]))
+        cells += f'<td class="text">{row["seeds"]} of the seeds; the others failed: {why}</td>'
     return f"<tr><td>{html.escape(label)}</td><td>{row['edits']}</td>{cells}</tr>"
 
 
@@ -156,9 +162,12 @@ def _number(name: str, value: dict[str, Any] | None) -> str:
 
 def _memory(found: dict[str, Any]) -> str:
     rows = "".join(
-        f"<tr><td>{row['way']}</td><td>{row['edits']}</td><td>{_peak(row)}</td></tr>" for row in found["rows"]
+        f"<tr><td>{row['way']}</td><td>{row['edits']}</td><td>{_peak(row)}</td>"
+        f"<td>{f'{added_mb(row):.0f}' if 'peak_mb' in row else '–'}</td></tr>"
+        for row in found["rows"]
     )
-    return f"<table><tr><th>way</th><th>edits</th><th>peak (MB)</th></tr>{rows}</table>"
+    head = "".join(f"<th>{text}</th>" for text in ("way", "edits", "peak (MB)", "added by the step (MB)"))
+    return f"<table><tr>{head}</tr>{rows}</table>"
 
 
 def _peak(row: dict[str, Any]) -> str:

@@ -18,7 +18,9 @@ from malmen.tune.experiments.variants import ROUNDS, Variant, ablation, cancelli
 
 NUMBERS = (
     "edit_success", "generalization_success", "locality_success", "locality_agreement",
-    "edit_success_generated", "generalization_success_generated", "locality_success_generated", "mean_residual",
+    "edit_success_generated", "generalization_success_generated", "locality_success_generated",
+    "edit_success_ended", "generalization_success_ended", "locality_success_ended",
+    "locality_agreement_generated", "mean_residual",
 )  # fmt: skip
 BEFORE = ("edit_success_before", "generalization_success_before", "locality_success_before")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from malmen.files import at_work, whole_file
 from malmen.platform.cli_options import resolve_config
 from malmen.platform.cluster import connected
 from malmen.platform.tracking import Tracker
-from malmen.sampling import data_fingerprint, validation_records
+from malmen.sampling import check_held_out, data_fingerprint, shared_facts, training_records, validation_records
 from malmen.training import check_enough
 from malmen.tune.experiments.cells import Cell, Cells, cells_of
 from malmen.tune.experiments.memory import WAYS, measure_memory
@@ -67,6 +68,7 @@ def run_experiments(
     listener, wanted = listener or ExperimentListener(), set(kinds)
     assert wanted <= set(KINDS), kinds
     config = base_config(settings)
+    check_held_out(config)
     folder = out.absolute()
     groups = [
         Group(variant, seed, tuple(cells_of(variant, seed, settings, wanted)))
@@ -76,7 +78,9 @@ def run_experiments(
     groups = [group for group in groups if group.cells]
     for group in groups:
         needed = max(cell.edits for cell in group.cells)
-        check_enough(validation_records(group.variant.seeded(group.seed)), needed)
+        asked = check_enough(validation_records(group.variant.seeded(group.seed)), needed)
+    if groups and (shared := shared_facts(config, training_records(config)(0), asked)):
+        listener.event(shared)
     with at_work(folder):
         return _run(settings, wanted, config, folder, groups, address, listener)
 
@@ -113,6 +117,7 @@ def begin_folder(folder: Path, settings: ExperimentConfig, config: Config) -> No
         "experiment": settings.model_dump(mode="json"),
         "config": config.model_dump(mode="json"),
         "data": data_fingerprint(config),
+        "corpus": _corpus_hash(config),
     }
     path = folder / _ABOUT
     if path.exists():
@@ -122,6 +127,7 @@ def begin_folder(folder: Path, settings: ExperimentConfig, config: Config) -> No
             "experiment": known.model_dump(mode="json"),
             "config": parse_config(before["config"], _ABOUT).model_dump(mode="json"),
             "data": before.get("data", about["data"]),
+            "corpus": before.get("corpus", about["corpus"]),
         })  # fmt: skip
         changed = [key for key, value in _flat(about).items() if old.get(key) != value and not key.startswith(_FREE)]
         changed += [
@@ -136,6 +142,18 @@ def begin_folder(folder: Path, settings: ExperimentConfig, config: Config) -> No
         raise UsageError(f"{folder} holds something else: choose another --out")
     folder.mkdir(parents=True, exist_ok=True)
     whole_file(path, json.dumps(about, indent=1) + "\n")
+
+
+def _corpus_hash(config: Config) -> str | None:
+    """Of the text that MEMIT takes its moments from."""
+    corpus = config.baselines.memit.corpus
+    if corpus is None:
+        return None
+    try:
+        with open(corpus, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    except OSError as error:
+        raise EditError(f"cannot read the corpus {corpus}: {error.strerror}") from error
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

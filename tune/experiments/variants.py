@@ -43,7 +43,7 @@ class Variant:
 
     def run_name(self, seed: int) -> str:
         """Of its editor's folder: two variants that come to the same config share it."""
-        free = {"tracking", "baselines", "cluster"}
+        free = {"tracking", "baselines", "cluster", "batch"}
         values = self.seeded(seed).model_dump(mode="json", exclude=free, exclude_defaults=True)
         return f"seed{seed}-{hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]}"
 

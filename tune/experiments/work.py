@@ -49,6 +49,7 @@ def do_cells(variant: Variant, seed: int, cells: Sequence[Cell], settings: Exper
         return
     config = variant.seeded(seed)
     lm = load_lm(on_own_device(config.model))
+    check_base_model(lm, folder)
     try:
         method, trained = ready_method(variant, seed, lm, folder)
     except EditError as error:  # e.g. an equation that has no solution without regularisation
@@ -64,14 +65,27 @@ def do_cells(variant: Variant, seed: int, cells: Sequence[Cell], settings: Exper
             store.put(cell, {"error": str(error)})
 
 
+def check_base_model(lm: LanguageModel, folder: Path) -> None:
+    """Numbers of two models are not mixed, even where both have stood under the same name."""
+    path, found = folder / "base_model.json", {"base_model": lm.fingerprint()}
+    if not path.exists():
+        whole_file(path, json.dumps(found) + "\n")
+    known = json.loads(path.read_text(encoding="utf-8"))
+    if known != found:
+        raise EditError(
+            f"{folder} holds measurements of base model {known['base_model']}; the model of that name is now "
+            f"{found['base_model']}: choose another --out"
+        )
+
+
 def ready_method(variant: Variant, seed: int, lm: LanguageModel, folder: Path) -> tuple[EditMethod, dict[str, Any]]:
     """The method, trained where it needs to be, and what that took."""
     config = variant.seeded(seed)
     if variant.name in UNTRAINED:
-        method, began = UNTRAINED[variant.name](lm, config), time.perf_counter()
-        if isinstance(method, Memit):  # its statistics of text are no part of an edit
-            method.moments(lm)
-        return method, {"training_seconds": time.perf_counter() - began}
+        method = UNTRAINED[variant.name](lm, config)
+        # Its statistics of text are no part of an edit; where another seed has computed them, they took what it took.
+        seconds = method.moments(lm).seconds if isinstance(method, Memit) else 0.0
+        return method, {"training_seconds": seconds}
     place = folder / "editors" / variant.run_name(seed)
     taken = place.with_name(f"{place.name}.json")
     if _is_trained(place, config):  # another variant comes to the same, or it was killed after the training

@@ -8,6 +8,7 @@ from torch.testing import assert_close
 
 from malmen.baselines.concatenated import concatenated_backward
 from malmen.data.tokens import TokenBatch, make_batches
+from malmen.errors import EditError
 from malmen.meta import MetaBatch, leaf_grads, make_leaves, meta_backward
 from malmen.trace import trace
 
@@ -31,5 +32,23 @@ def test_autograd_through_everything_is_the_decomposed_gradient(edits: int) -> N
     meta_backward(lm, editor.layers, leaves, batch, (1 / edits, 1 / edits), coef, cut, {})
     editor.backward(solved, leaf_grads(leaves))
     for (name, found), (_, wanted) in zip(one.editor.named_parameters(), editor.named_parameters(), strict=True):
+        assert (found.grad is None) == (wanted.grad is None), name
         if wanted.grad is not None:
             assert_close(found.grad, wanted.grad, rtol=1e-7, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("change", [{"aggregation": "sum"}, {"regularisation": False}])
+def test_what_one_graph_is_not_built_for_is_refused(change: dict[str, object]) -> None:
+    setup = make_setup("gpt2", layers="all")
+    facts = random_facts(setup.lm, 3)
+    config = setup.editor.config
+    setup.editor.config = config.model_copy(update={"editor": config.editor.model_copy(update=change)})
+    with pytest.raises(EditError, match=r"built for the regularised normal equation; given are .*(sum|False)"):
+        concatenated_backward(setup.lm, setup.editor, MetaBatch(facts[:1], facts[1:2], facts[2:]))
+
+
+def test_a_step_without_unrelated_facts_is_refused() -> None:
+    setup = make_setup("gpt2", layers="all")
+    facts = random_facts(setup.lm, 2)
+    with pytest.raises(EditError, match="needs equivalents and unrelated facts"):
+        concatenated_backward(setup.lm, setup.editor, MetaBatch(facts[:1], facts[1:], []))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -224,18 +226,45 @@ def test_the_moments_are_the_mean_over_all_tokens_however_they_are_batched_and_a
     for budget in (7, 4096):
         found = key_moments(lm, layers, texts, 10_000, token_budget=budget, cache=tmp_path / str(budget))
         for layer in layers:
-            assert_close(found[layer.name], moments_by_hand(lm, layer.name, texts), rtol=1e-9, atol=1e-12)
+            assert_close(found.by_layer[layer.name], moments_by_hand(lm, layer.name, texts), rtol=1e-9, atol=1e-12)
     heard: list[int] = []
     again = key_moments(lm, layers, texts, 10_000, cache=tmp_path / "7", on_tokens=heard.append)
     assert heard == []  # nothing was run
-    assert_close(again[layers[0].name], found[layers[0].name], rtol=1e-9, atol=1e-12)
+    assert_close(again.by_layer, found.by_layer, rtol=1e-9, atol=1e-12)
+    assert again.seconds > 0  # what it took when it was computed
     key_moments(lm, layers, texts, 5, cache=tmp_path / "7", on_tokens=heard.append)
     assert heard == [5]  # other settings are another file
+
+
+def test_a_corpus_is_read_only_as_far_as_it_is_needed(tmp_path: Path) -> None:
+    lm = worded_lm("gpt2")
+    layers = find_layers(lm.model, "last:1")
+    read: list[int] = []
+
+    def endless() -> Iterator[str]:
+        for number in count():
+            read.append(number)
+            yield FACTS[number % len(FACTS)].prompt
+
+    found = key_moments(lm, layers, endless(), 20)
+    assert 0 < len(read) < 1000
+    same = key_moments(lm, layers, [fact.prompt for fact in FACTS] * 20, 20)
+    assert_close(found.by_layer, same.by_layer, rtol=1e-12, atol=0)
+
+
+def test_the_moments_are_computed_once_for_several_edits(tmp_path: Path) -> None:
+    lm = worded_lm("gpt2")
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("\n".join(fact.prompt for fact in FACTS))
+    memit = Memit(lm, config(tmp_path, corpus=str(corpus)))
+    first = memit.moments(lm)
+    corpus.unlink()
+    assert memit.moments(lm) is first
 
 
 def test_a_corpus_without_text_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("\n\n")
     with pytest.raises(EditError, match="holds no text"):
-        read_texts(tmp_path / "empty.txt")
+        list(read_texts(tmp_path / "empty.txt"))
     with pytest.raises(EditError, match="cannot read the corpus"):
-        read_texts(tmp_path / "absent.txt")
+        list(read_texts(tmp_path / "absent.txt"))

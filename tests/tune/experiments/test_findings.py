@@ -9,8 +9,8 @@ from malmen.tune.experiments.findings import findings
 
 def row(variant: str, edits: int, score: float | None, residual: float = 1.0, **more: Any) -> dict[str, Any]:
     return {
-        "variant": variant, "edits": edits, "mean_residual": {"mean": residual},
-        "score": None if score is None else {"mean": score}, **more,
+        "variant": variant, "label": variant.upper(), "edits": edits, "mean_residual": {"mean": residual},
+        "score": None if score is None else {"mean": score}, "errors": [], **more,
     }  # fmt: skip
 
 
@@ -45,17 +45,43 @@ def test_the_residual_must_be_a_hundred_times_smaller() -> None:
         assert held is expected and "at 256 edits" in text
 
 
-def test_memory_is_flat_only_if_it_is() -> None:
-    def rows(last: float) -> list[dict[str, Any]]:
-        return [
-            {"way": "decomposed", "edits": 32, "peak_mb": 100.0}, {"way": "decomposed", "edits": 512, "peak_mb": last},
-            {"way": "concatenated", "edits": 512, "ran_out": 4.0},
-        ]  # fmt: skip
+def test_who_lacks_a_seed_is_not_ahead_and_it_is_said() -> None:
+    rows = [row("malmen", 64, 0.9, errors=["singular"]), row("mend", 64, 0.8), row("ft", 32, 0.7, errors=["lost"])]
+    ((text, held),) = findings({"scaling": {"rows": rows}})
+    assert not held and text.endswith("(not all seeds: MALMEN)")
+    rows = [row("malmen", 64, 0.9), row("mend", 64, 0.8, errors=["singular"])]
+    ((text, held),) = findings({"scaling": {"rows": rows}})
+    assert held and text.endswith("(not all seeds: MEND)")
 
-    ((text, held),) = findings({"memory": {"rows": rows(120.0)}})
-    assert held and "ran out" in text
-    ((_, held),) = findings({"memory": {"rows": rows(130.0)}})
+
+def test_what_failed_is_told_as_not_holding() -> None:
+    failed: dict[str, Any] = {"variant": "squares_answer", "edits": 256, "mean_residual": None, "score": None}
+    ((text, held),) = findings({"cancellation": {"rows": [failed, row("sum_answer", 256, 1, 9.0)]}})
+    assert not held and "failed" in text
+    rows = [row("malmen", 256, 0.9, way="at once"), row("malmen", 256, None, way="union")]
+    ((text, held),) = findings({"rounds": {"rows": rows}})
+    assert not held and "failed" in text
+
+
+def test_memory_is_flat_only_if_it_is() -> None:
+    def rows(last: float | None, graph: dict[str, float]) -> list[dict[str, Any]]:
+        mine = {"peak_mb": last, "before_mb": 100.0} if last is not None else {"error": "killed"}
+        return [
+            {"way": "decomposed", "edits": 32, "peak_mb": 150.0, "before_mb": 100.0},
+            {"way": "decomposed", "edits": 512, **mine},
+            {"way": "concatenated", "edits": 32, "peak_mb": 180.0, "before_mb": 100.0},
+            {"way": "concatenated", "edits": 512, **graph},
+        ]
+
+    large = {"peak_mb": 680.0, "before_mb": 100.0}
+    ((text, held),) = findings({"memory": {"rows": rows(190.0, large)}})
+    assert held and "from 50 to 90 MB" in text and "from 80 to 580 MB" in text
+    ((_, held),) = findings({"memory": {"rows": rows(210.0, large)}})
     assert not held
+    ((text, held),) = findings({"memory": {"rows": rows(190.0, {"ran_out": 4.0})}})
+    assert held and "ran out" in text
+    ((text, held),) = findings({"memory": {"rows": rows(None, large)}})
+    assert not held and "failed" in text
 
 
 def test_rounds_over_the_union_must_score_as_at_once() -> None:

@@ -8,15 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from platform_runs import make_platform_config
+from tiny_models import tiny_lm
+from torch.testing import assert_close
 
+from malmen.baselines.ultraedit import SeenTokens, UltraEdit
 from malmen.errors import EditError, UsageError
+from malmen.lm import load_lm
+from malmen.overlay import edited
+from malmen.sampling import validation_records
+from malmen.training import make_editor
 from malmen.tune.experiments import work
 from malmen.tune.experiments.cells import Cell, Cells, cells_of
 from malmen.tune.experiments.figures import draw
 from malmen.tune.experiments.memory import measure_memory
-from malmen.tune.experiments.report import write_report
+from malmen.tune.experiments.report import _scores, write_report
 from malmen.tune.experiments.results import write_results
 from malmen.tune.experiments.runner import ExperimentListener, base_config, begin_folder, run_experiments
 from malmen.tune.experiments.settings import ExperimentConfig, load_experiment
@@ -85,8 +93,6 @@ def test_a_cell_is_the_same_edit_made_by_hand(settings: ExperimentConfig, tmp_pa
     from malmen.baselines.fine_tune import FineTune
     from malmen.data.subjects import edits_of
     from malmen.evaluate import evaluate
-    from malmen.lm import load_lm
-    from malmen.sampling import validation_records
     from malmen.training import check_enough
 
     variant = method_variant("ft", base_config(settings))
@@ -200,6 +206,82 @@ def test_a_task_that_is_lost_is_told_at_the_end_and_the_others_are_there(
     assert {row["variant"]: row["seeds"] for row in rows} == {"ft": 1, "ultraedit": 1}
 
 
+def test_a_model_that_has_changed_under_its_name_is_not_measured_into_the_same_folder(
+    settings: ExperimentConfig, tmp_path: Path
+) -> None:
+    work.check_base_model(tiny_lm("gpt2"), tmp_path)
+    work.check_base_model(tiny_lm("gpt2"), tmp_path)
+    with pytest.raises(EditError, match=r"holds measurements of base model \w+; .* is now \w+: choose another --out"):
+        work.check_base_model(tiny_lm("llama"), tmp_path)
+
+
+def test_a_corpus_that_has_changed_needs_another_folder(settings: ExperimentConfig, tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("a text")
+    chosen = settings.model_copy(update={"settings": {**settings.settings, "baselines.memit.corpus": str(corpus)}})
+    begin_folder(tmp_path / "experiment", chosen, base_config(chosen))
+    begin_folder(tmp_path / "experiment", chosen, base_config(chosen))
+    corpus.write_text("another text")
+    with pytest.raises(UsageError, match="another corpus; choose another --out"):
+        begin_folder(tmp_path / "experiment", chosen, base_config(chosen))
+
+
+def test_held_out_facts_of_another_matter_are_refused_before_anything_runs(
+    settings: ExperimentConfig, tmp_path: Path
+) -> None:
+    chosen = settings.model_copy(
+        update={"settings": {**settings.settings, "model.name": "gpt2", "data.train": "facts.jsonl"}}
+    )
+    with pytest.raises(UsageError, match=r"data\.train is a file and data\.validation is not given"):
+        run_experiments(chosen, ("scaling",), tmp_path / "experiment")
+
+
+def test_an_editor_is_found_again_with_other_batches(settings: ExperimentConfig) -> None:
+    other = settings.model_copy(update={"settings": {**settings.settings, "batch.cache_mb": 5}})
+    one, two = (method_variant("malmen", base_config(some)) for some in (settings, other))
+    assert one.run_name(0) == two.run_name(0) != one.run_name(1)
+
+
+def test_in_rounds_the_union_is_the_edit_at_once_and_again_edits_the_edited_model(settings: ExperimentConfig) -> None:
+    """Float64: the union to rounding; `again` against each round made by hand on a model that was really changed."""
+    config = base_config(settings)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float64"})})
+    lm, facts = load_lm(config.model), [record.edit for record in validation_records(config)[:6]]
+    editor = make_editor(lm, config)
+    union = work._in_rounds(Cell("malmen", 0, 6, 3, "union"), lm, editor, facts)
+    assert_close(union, editor.edit(lm, facts).shifts, rtol=1e-7, atol=1e-9)
+    again = work._in_rounds(Cell("malmen", 0, 6, 3, "again"), lm, editor, facts)
+    changed = load_lm(config.model)
+    for first in range(3):
+        for name, shift in editor.edit(changed, facts[first::3]).shifts.items():
+            changed.model.get_parameter(f"{name}.weight").data += shift.T  # GPT-2's Conv1D
+    for name, shift in again.items():
+        weights = (some.model.get_parameter(f"{name}.weight") for some in (changed, lm))
+        assert_close(shift, torch.sub(*weights).T, rtol=1e-7, atol=1e-9)
+    assert any(float((again[name] - union[name]).norm()) > 1e-3 * float(union[name].norm()) for name in union)
+
+
+def test_in_rounds_ultraedit_normalises_over_all_tokens_it_has_seen(settings: ExperimentConfig) -> None:
+    config = base_config(settings)
+    lm, facts = load_lm(config.model), [record.edit for record in validation_records(config)[:6]]
+    found = work._in_rounds(Cell("ultraedit", 0, 6, 2, "again"), lm, UltraEdit(lm, config), facts)
+    seen, method = SeenTokens(), UltraEdit(lm, config)
+    first = method.edit(lm, facts[::2], seen).shifts
+    with edited(lm, first):
+        second = method.edit(lm, facts[1::2], seen).shifts
+        fresh = method.edit(lm, facts[1::2], SeenTokens()).shifts
+    for name, shift in found.items():
+        assert_close(shift, first[name] + second[name])
+    assert any(not torch.allclose(second[name], fresh[name]) for name in second)
+
+
+def test_seeds_that_failed_are_told_beside_the_others(tmp_path: Path) -> None:
+    row = {"variant": "ft", "label": "FT", "edits": 4, "errors": ["singular"], "seeds": 1}
+    numbers = {name: {"mean": 0.9, "deviation": 0.0, "values": [0.9]} for name in ("edit_success", "score")}
+    found = {"experiment": "scaling", "rows": [{**row, **numbers}], "model": "builtin", "seeds": [0, 1]}
+    assert "1 of the seeds; the others failed: singular" in _scores(found)
+
+
 def test_each_experiment_asks_only_for_what_it_needs(settings: ExperimentConfig) -> None:
     config = base_config(settings)
     wanted = {
@@ -232,7 +314,9 @@ def test_a_task_that_fits_nowhere_is_told_at_once(settings: ExperimentConfig, tm
 @pytest.mark.slow
 def test_the_memory_of_a_step_is_measured_and_running_out_is_told(settings: ExperimentConfig) -> None:
     config = base_config(settings)
-    found = measure_memory(config, "concatenated", 4, 4.0)
+    training = config.training.model_copy(update={"min_edits": 2, "num_edits": 4})
+    config = config.model_copy(update={"training": training})  # editors that have seen different numbers of edits
+    found = measure_memory(config, "concatenated", 16, 4.0)  # it asserts that the step has 16
     assert found["peak_mb"] >= found["before_mb"] > 50
     assert measure_memory(config, "decomposed", 4, 0.05) == {"way": "decomposed", "edits": 4, "ran_out": 0.05}
 
