@@ -234,6 +234,28 @@ def test_an_evaluation_of_too_many_records_and_too_many_jobs_are_refused(tmp_pat
     endpoint.close()
 
 
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"rephrasings": ["x"] * 3, "unrelated": [FACTS[1]] * 2}, "6 facts in one evaluation; at most 5"),
+        ({"rephrasings": ["x" * 501]}, "record 0 has 501 characters; at most 500"),
+        ({"unrelated": [{"prompt": "x", "answer": "x" * 501}]}, "record 0 has 501 characters; at most 500"),
+        ({"answer": "x" * 501}, "record 0 has 501 characters; at most 500"),
+    ],
+)
+def test_an_evaluation_is_limited_by_all_that_a_reader_would_be_asked(
+    shared: Endpoint, monkeypatch: pytest.MonkeyPatch, record: dict[str, Any], said: str
+) -> None:
+    limits = shared.settings.limits.model_copy(update={"evaluate_facts": 5})
+    monkeypatch.setattr(shared.backend, "settings", shared.settings.model_copy(update={"limits": limits}))
+    reply = shared.clients["read"].post("/v1/evaluate", json={"records": [{**FACTS[0], **record}]})
+    assert reply.status_code == 413 and said in reply.json()["detail"]
+    assert reply.headers["Content-Type"] == "application/problem+json"
+    fits = {**FACTS[0], "rephrasings": ["x"] * 2, "unrelated": [FACTS[1]] * 2}
+    asked = {"records": [fits], "generate": False}
+    assert shared.clients["read"].post("/v1/evaluate", json=asked).status_code == 200
+
+
 def test_health_needs_no_token(shared: Endpoint) -> None:
     for path in OPEN:
         assert shared.client({}).get(path).status_code == 200
