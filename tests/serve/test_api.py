@@ -256,6 +256,15 @@ def test_an_evaluation_is_limited_by_all_that_a_reader_would_be_asked(
     assert shared.clients["read"].post("/v1/evaluate", json=asked).status_code == 200
 
 
+def test_methods_that_nobody_knows_are_counted_as_one(shared: Endpoint) -> None:
+    for number in range(3):
+        assert shared.client({}).request(f"BREW{number}", "/v1/edits").status_code == 405
+    shared.client({}).get("/healthz")
+    counted = shared.admin.get("/metrics").text
+    assert "BREW" not in counted and 'malmen_requests_total{method="other"' in counted
+    assert 'method="GET"' in counted
+
+
 def test_health_needs_no_token(shared: Endpoint) -> None:
     for path in OPEN:
         assert shared.client({}).get(path).status_code == 200
