@@ -101,8 +101,8 @@ class ReaderDeployment:
         except Problem as problem:
             yield problem
 
-    async def chat_text(self, turns: list[dict[str, str]]) -> tuple[str, bool]:
-        """A chat as the model reads it."""
+    async def chat_text(self, turns: list[dict[str, str]]) -> Outcome:
+        """A chat as the model reads it, or why it does not."""
         return self.answering.chat_text(turns)
 
     async def evaluate(self, records: Sequence[EditRecord], shifts: str | None, generate: bool) -> Outcome:
@@ -157,9 +157,8 @@ class ServeRoles:
         except _LOST as error:
             raise Problem(503, f"the reader was lost in the middle of an answer: {type(error).__name__}") from error
 
-    async def chat_text(self, turns: list[dict[str, str]]) -> tuple[str, bool]:
-        text, verbatim = await _patiently(lambda: self.reader.chat_text.remote(turns), "a reader")
-        return text, verbatim
+    async def chat_text(self, turns: list[dict[str, str]]) -> dict[str, Any]:
+        return unwrapped(await _patiently(lambda: self.reader.chat_text.remote(turns), "a reader"))
 
     async def evaluate(self, records: Sequence[EditRecord], shifts: str | None, generate: bool) -> dict[str, Any]:
         return unwrapped(await _patiently(lambda: self.reader.evaluate.remote(records, shifts, generate), "a reader"))

@@ -8,6 +8,8 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from jinja2 import TemplateError
+
 from malmen.data.records import EditRecord
 from malmen.errors import EditError
 from malmen.export import ExportKind
@@ -72,12 +74,19 @@ class Answering:
         except EditError as error:
             return as_problem(error)
 
-    def chat_text(self, turns: list[dict[str, str]]) -> tuple[str, bool]:
-        """By the tokenizer's chat template; a model without one reads the turns' texts, one below the other."""
+    def chat_text(self, turns: list[dict[str, str]]) -> Outcome:
+        """By the tokenizer's chat template, if it takes these turns: some know no `system`, or want them to alternate.
+
+        A model without one reads the turns' texts, one below the other.
+        """
         tokenizer = self.reader.lm.tokenizer
         if not getattr(tokenizer, "chat_template", None):
-            return "\n".join(turn["content"] for turn in turns), False
-        return str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)), True
+            return {"text": "\n".join(turn["content"] for turn in turns), "verbatim": False}
+        try:
+            text = str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+        except TemplateError as error:
+            return Problem(422, f"the model's chat template refuses these messages: {error}")
+        return {"text": text, "verbatim": True}
 
 
 class OneProcess:
@@ -108,8 +117,8 @@ class OneProcess:
         async for state in growing.states():
             yield state
 
-    async def chat_text(self, turns: list[dict[str, str]]) -> tuple[str, bool]:
-        return self.answering.chat_text(turns)
+    async def chat_text(self, turns: list[dict[str, str]]) -> dict[str, Any]:
+        return unwrapped(self.answering.chat_text(turns))
 
     async def evaluate(self, records: Sequence[EditRecord], shifts: str | None, generate: bool) -> dict[str, Any]:
         return unwrapped(await asyncio.to_thread(self.answering.evaluate, records, shifts, generate))

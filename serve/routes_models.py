@@ -61,8 +61,9 @@ async def chat(asked: ChatIn, at: At) -> Response:
     version = await find_version(at, asked.model, asked.min_version)
     turns = [{"role": turn.role, "content": turn.text()} for turn in asked.messages]
     _checked(at, [turn["content"] for turn in turns])
-    text, verbatim = await at.roles.chat_text(turns)
-    prompt = Prompt(text, version.shifts, asked.sampling(at.settings.limits.max_tokens), verbatim)
+    read = await at.roles.chat_text(turns)
+    sampling = asked.sampling(at.settings.limits.max_tokens)
+    prompt = Prompt(read["text"], version.shifts, sampling, read["verbatim"])
     if asked.stream:
         return await _streamed(at, prompt, Chunks(True, version.id))
     answer = await at.roles.complete(prompt)

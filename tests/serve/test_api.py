@@ -301,6 +301,23 @@ def test_an_evaluation_measures_a_version_beside_the_unedited_model(fresh: Endpo
     assert found["facts"][0]["after"] == FACTS[0]["answer"] != found["facts"][0]["before"]
 
 
+TEMPLATE = """{% if messages[0].role == "system" %}{{ raise_exception("System role not supported") }}{% endif %}
+{% for turn in messages %}{{ turn.content }} {% endfor %}"""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_messages_that_the_chat_template_refuses_are_the_callers_mistake(
+    shared: Endpoint, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(shared.roles.answering.reader.lm.tokenizer, "chat_template", TEMPLATE)
+    turns = [{"role": role, "content": "x"} for role in ("system", "user")]
+    asked = {"messages": turns, "max_tokens": 1, "stream": stream}
+    refused = shared.admin.post("/v1/chat/completions", json=asked)
+    assert refused.status_code == 422 and "System role not supported" in refused.json()["detail"]
+    taken = shared.admin.post("/v1/chat/completions", json={**asked, "messages": turns[1:]})
+    assert taken.status_code == 200, taken.text
+
+
 @pytest.mark.slow  # three exports, loaded again
 def test_exported_files_give_the_endpoints_logits(fresh: Endpoint, tmp_path: Path) -> None:
     from peft import PeftModel
