@@ -32,6 +32,7 @@ class Writer:
     def __init__(self, settings: ServeConfig) -> None:
         self.settings, self.service = settings, make_service(settings)
         self.jobs = JobRunner(self.service)
+        self.exporting = threading.Lock()  # one at a time: it may take gigabytes, and two would write the same folder
 
     def apply(self, changes: Sequence[Change]) -> list[Outcome]:
         """One solve for all of these, where their contents allow it."""
@@ -40,10 +41,14 @@ class Writer:
     def export(self, version: str, kind: ExportKind, max_rank: int) -> Outcome:
         """An export's manifest, or what is wrong."""
         name = self.settings.model or self.service.editor.config.model.name
+        if not self.exporting.acquire(blocking=False):  # who waited would take a thread from the edits
+            return Problem(429, "another export is being written; ask again", retry_after=10)
         try:
             return export_version(self.service, version, kind, max_rank, self.settings.store, name)
         except Problem as problem:
             return problem
+        finally:
+            self.exporting.release()
 
 
 class Answering:

@@ -318,6 +318,14 @@ def test_messages_that_the_chat_template_refuses_are_the_callers_mistake(
     assert taken.status_code == 200, taken.text
 
 
+def test_a_second_export_at_the_same_time_is_told_to_wait(fresh: Endpoint) -> None:
+    made = fresh.add(FACTS[0])
+    with fresh.roles.writer.exporting:
+        reply = fresh.admin.post(f"/v1/versions/{made['version']}/export", json={})
+    assert reply.status_code == 429 and int(reply.headers["Retry-After"]) > 0
+    assert fresh.admin.post(f"/v1/versions/{made['version']}/export", json={}).status_code == 201
+
+
 @pytest.mark.slow  # three exports, loaded again
 def test_exported_files_give_the_endpoints_logits(fresh: Endpoint, tmp_path: Path) -> None:
     from peft import PeftModel
