@@ -27,6 +27,7 @@ from malmen.errors import UsageError
 from malmen.serve.access import VARIABLE, load_access
 from malmen.serve.api import Backend, make_app
 from malmen.serve.growing import Growing
+from malmen.serve.kept_editor import keep_editor
 from malmen.serve.messages import Change, Outcome, Prompt, unwrapped
 from malmen.serve.open_ledger import open_ledger
 from malmen.serve.problems import Problem
@@ -268,7 +269,7 @@ def make_application(settings: ServeConfig) -> serve.Application:
 
 def build(raw: dict[str, Any]) -> serve.Application:
     """For `serve deploy`: `import_path: malmen.serve.app:build`, the settings as its args."""
-    return make_application(parse_settings(raw, "args"))
+    return make_application(keep_editor(parse_settings(raw, "args")))
 
 
 def _resources(role: WriterConfig | ReaderConfig, name: str) -> dict[str, Any]:
