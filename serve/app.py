@@ -27,6 +27,7 @@ from malmen.errors import UsageError
 from malmen.serve.access import VARIABLE, load_access
 from malmen.serve.api import Backend, make_app
 from malmen.serve.growing import Growing
+from malmen.serve.kept_editor import keep_editor
 from malmen.serve.messages import Change, Outcome, Prompt, unwrapped
 from malmen.serve.open_ledger import open_ledger
 from malmen.serve.problems import Problem
@@ -101,8 +102,8 @@ class ReaderDeployment:
         except Problem as problem:
             yield problem
 
-    async def chat_text(self, turns: list[dict[str, str]]) -> tuple[str, bool]:
-        """A chat as the model reads it."""
+    async def chat_text(self, turns: list[dict[str, str]]) -> Outcome:
+        """A chat as the model reads it, or why it does not."""
         return self.answering.chat_text(turns)
 
     async def evaluate(self, records: Sequence[EditRecord], shifts: str | None, generate: bool) -> Outcome:
@@ -157,9 +158,8 @@ class ServeRoles:
         except _LOST as error:
             raise Problem(503, f"the reader was lost in the middle of an answer: {type(error).__name__}") from error
 
-    async def chat_text(self, turns: list[dict[str, str]]) -> tuple[str, bool]:
-        text, verbatim = await _patiently(lambda: self.reader.chat_text.remote(turns), "a reader")
-        return text, verbatim
+    async def chat_text(self, turns: list[dict[str, str]]) -> dict[str, Any]:
+        return unwrapped(await _patiently(lambda: self.reader.chat_text.remote(turns), "a reader"))
 
     async def evaluate(self, records: Sequence[EditRecord], shifts: str | None, generate: bool) -> dict[str, Any]:
         return unwrapped(await _patiently(lambda: self.reader.evaluate.remote(records, shifts, generate), "a reader"))
@@ -269,7 +269,7 @@ def make_application(settings: ServeConfig) -> serve.Application:
 
 def build(raw: dict[str, Any]) -> serve.Application:
     """For `serve deploy`: `import_path: malmen.serve.app:build`, the settings as its args."""
-    return make_application(parse_settings(raw, "args"))
+    return make_application(keep_editor(parse_settings(raw, "args")))
 
 
 def _resources(role: WriterConfig | ReaderConfig, name: str) -> dict[str, Any]:

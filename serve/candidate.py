@@ -10,7 +10,7 @@ from torch import Tensor
 
 from malmen.edit_set import EditSet, FactRows
 from malmen.serve.changes import Plan, fact_report
-from malmen.serve.guards import Measured
+from malmen.serve.guards import Guards, Measured
 from malmen.serve.problems import Problem
 
 
@@ -54,6 +54,19 @@ class Candidate:
             "num_facts": self.edit_set.num_facts,
             "guard": self.measured.report(),
         }
+
+    def refusals(self, guards: Guards) -> list[list[str]]:
+        """Why each request may not be done, none of which is empty if the version as a whole may not be."""
+        adds = any(plan.new for plan in self.plans)  # what only takes back is not held up by limits on adding
+        common = guards.reasons(self.measured) if adds or not self.measured.finite else []
+        found = []
+        for plan, predicted in zip(self.plans, self.predicted(), strict=True):
+            held = [row == new.encoded.targets for new, row in zip(plan.new, predicted, strict=True)]
+            wanted = guards.config.min_success
+            failed = bool(held) and sum(held) < wanted * len(held)
+            few = f"{sum(held)} of {len(held)} new facts would hold; guard.min_success asks for {wanted:.0%}"
+            found.append([*common, *([few] if failed else [])])
+        return found
 
     def refused(self, reasons: list[str]) -> Problem:
         """The answer to the one request of a candidate that may not be published."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from malmen.checkpoint_files import BEST, latest_checkpoint
+from malmen.checkpoint_files import BEST
 from malmen.errors import EditError
 from malmen.platform.cli_options import AsJson, RunByDefault
 
@@ -60,9 +60,11 @@ def _serve(settings: ServeConfig, host: str, port: int, address: str | None, as_
     from malmen.platform.output import err, print_json
     from malmen.serve.access import load_access, token_of
     from malmen.serve.app import tokens_file
+    from malmen.serve.kept_editor import keep_editor
     from malmen.serve.open_ledger import open_ledger
     from malmen.serve.running import run_endpoint, stop_endpoint
 
+    settings = keep_editor(settings)
     open_ledger(settings).close()  # a wrong editor or store is told before anything is started
     load_access(tokens_file(settings))
     stopped = threading.Event()
@@ -88,16 +90,10 @@ def _serve(settings: ServeConfig, host: str, port: int, address: str | None, as_
 def _absolute(settings: ServeConfig) -> ServeConfig:
     """Ray's processes stand in other folders."""
     editor = settings.editor
-    if editor.endswith(BEST):
-        editor = str(latest_checkpoint(editor))
     if "://" not in editor and not editor.startswith("models:/"):
         editor = str(Path(editor).absolute())
-        if not Path(editor).exists():
+        if not Path(editor.removesuffix(BEST)).exists():
             raise EditError(f"there is no editor in {settings.editor}: expected a folder that `malmen train` writes")
-    elif editor.startswith("models:/"):
-        from malmen.platform.registry import download_editor
-
-        editor = str(download_editor(editor))
     changed: dict[str, Any] = {"editor": editor, "store": str(Path(settings.store).absolute())}
     if settings.tokens:
         changed["tokens"] = str(Path(settings.tokens).absolute())

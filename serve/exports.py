@@ -14,7 +14,10 @@ from malmen.serve.service import EditService
 def export_version(
     service: EditService, version: str, kind: ExportKind, max_rank: int, store: str, model_name: str
 ) -> dict[str, Any]:
-    """Write a version as a delta, a LoRA or a merged checkpoint; gives its manifest."""
+    """Write a version as a delta, a LoRA or a merged checkpoint; gives its manifest.
+
+    The writer goes on meanwhile: what is read here is frozen (the model) or never changed (a version, its blob).
+    """
     found = service.ledger.resolve(version)
     if found.shifts is None:
         raise Problem(422, f"version {found.id} is the unedited model: there is nothing to export")
@@ -22,11 +25,10 @@ def export_version(
     facts = [{"id": edit.id, "prompt": edit.prompt, "answer": edit.answer} for edit in members]
     info = {"version": found.id, "number": found.number, "at": found.at}
     try:
-        with service.turn:
-            return export_edit(
-                kind, export_folder(store, found.id, kind), service.lm, service.blobs.get(found.shifts), facts=facts,
-                model_name=model_name, max_rank=max_rank, info=info,
-            )  # fmt: skip
+        return export_edit(
+            kind, export_folder(store, found.id, kind), service.lm, service.blobs.get(found.shifts), facts=facts,
+            model_name=model_name, max_rank=max_rank, info=info,
+        )  # fmt: skip
     except EditError as error:
         raise Problem(422, str(error)) from error
     except OSError as error:

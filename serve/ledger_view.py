@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, func, inspect, select
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
@@ -70,6 +70,14 @@ class LedgerView:
     def close(self) -> None:
         """Give up the connections."""
         self.engine.dispose()
+
+    def about(self) -> dict[str, str]:
+        """The base model and the editor that the ledger was begun with; empty before that."""
+        with self.reading() as connection:
+            if not inspect(connection).has_table(tables.marks.name):
+                return {}
+            found = connection.execute(select(tables.marks.c.value).filter_by(name="about")).scalar()
+        return dict(json.loads(found)) if found else {}
 
     def alias(self, name: str) -> Alias | None:
         """An alias by name."""

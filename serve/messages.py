@@ -78,8 +78,8 @@ class Roles(Protocol):
     def stream(self, prompt: Prompt) -> AsyncIterator[dict[str, Any]]:
         """Ask a reader and see the answer grow."""
 
-    async def chat_text(self, turns: list[dict[str, str]]) -> tuple[str, bool]:
-        """A chat as the model reads it, and whether that is its chat template's doing."""
+    async def chat_text(self, turns: list[dict[str, str]]) -> dict[str, Any]:
+        """A chat's `text` as the model reads it, and whether it is `verbatim` what its chat template made."""
 
     async def evaluate(self, records: Sequence[EditRecord], shifts: str | None, generate: bool) -> dict[str, Any]:
         """Have a reader measure a version."""

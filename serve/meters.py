@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"})
+
 
 class Meters:
     """What this process has done."""
@@ -19,8 +21,8 @@ class Meters:
         self.live_number = Gauge("malmen_live_version_number", "Number of the live version", registry=self.registry)
 
     def count(self, method: str, route: str, status: int, seconds: float) -> None:
-        """One request."""
-        self.requests.labels(method, route, str(status)).inc()
+        """One request. A method may be any word, of anybody: were each kept, the registry would grow without end."""
+        self.requests.labels(method if method in METHODS else "other", route, str(status)).inc()
         self.seconds.labels(route).observe(seconds)
 
     def text(self) -> bytes:

@@ -6,22 +6,32 @@ import hashlib
 from pathlib import Path
 
 from malmen.checkpoint_files import latest_checkpoint, read_state
+from malmen.errors import EditError
 from malmen.serve.ledger import Ledger
 from malmen.serve.settings import ServeConfig
+from malmen.storage import RunStore
 
 
-def find_editor(name: str) -> Path:
-    """The checkpoint folder of a run, a checkpoint, or an editor in the model registry."""
+def find_editor(name: str) -> str | Path:
+    """The checkpoint folder (or URL) of a run, a checkpoint, or an editor in the model registry."""
     if name.startswith("models:/"):
         from malmen.platform.registry import download_editor
 
         return download_editor(name)
-    return latest_checkpoint(Path(name))
+    return latest_checkpoint(name)
+
+
+def weights_hash(folder: str | Path) -> str:
+    """What a ledger knows the editor of a checkpoint by."""
+    try:
+        with RunStore(folder).fetch(without=["optimizer.safetensors"]) as local:
+            return hashlib.sha256((local / "editor.safetensors").read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise EditError(f"cannot read the editor in {folder}: {error.strerror or error}") from error
 
 
 def open_ledger(settings: ServeConfig) -> Ledger:
     """The ledger of the configured editor; needs no model in memory."""
     folder = find_editor(settings.editor)
     Path(settings.store).mkdir(parents=True, exist_ok=True)
-    weights = hashlib.sha256((folder / "editor.safetensors").read_bytes()).hexdigest()
-    return Ledger(settings.database_url, read_state(folder)["base_model"], weights[:16])
+    return Ledger(settings.database_url, read_state(folder)["base_model"], weights_hash(folder))

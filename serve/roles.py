@@ -8,6 +8,8 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from jinja2 import TemplateError
+
 from malmen.data.records import EditRecord
 from malmen.errors import EditError
 from malmen.export import ExportKind
@@ -30,6 +32,7 @@ class Writer:
     def __init__(self, settings: ServeConfig) -> None:
         self.settings, self.service = settings, make_service(settings)
         self.jobs = JobRunner(self.service)
+        self.exporting = threading.Lock()  # one at a time: it may take gigabytes, and two would write the same folder
 
     def apply(self, changes: Sequence[Change]) -> list[Outcome]:
         """One solve for all of these, where their contents allow it."""
@@ -38,10 +41,14 @@ class Writer:
     def export(self, version: str, kind: ExportKind, max_rank: int) -> Outcome:
         """An export's manifest, or what is wrong."""
         name = self.settings.model or self.service.editor.config.model.name
+        if not self.exporting.acquire(blocking=False):  # who waited would take a thread from the edits
+            return Problem(429, "another export is being written; ask again", retry_after=10)
         try:
             return export_version(self.service, version, kind, max_rank, self.settings.store, name)
         except Problem as problem:
             return problem
+        finally:
+            self.exporting.release()
 
 
 class Answering:
@@ -72,12 +79,19 @@ class Answering:
         except EditError as error:
             return as_problem(error)
 
-    def chat_text(self, turns: list[dict[str, str]]) -> tuple[str, bool]:
-        """By the tokenizer's chat template; a model without one reads the turns' texts, one below the other."""
+    def chat_text(self, turns: list[dict[str, str]]) -> Outcome:
+        """By the tokenizer's chat template, if it takes these turns: some know no `system`, or want them to alternate.
+
+        A model without one reads the turns' texts, one below the other.
+        """
         tokenizer = self.reader.lm.tokenizer
         if not getattr(tokenizer, "chat_template", None):
-            return "\n".join(turn["content"] for turn in turns), False
-        return str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)), True
+            return {"text": "\n".join(turn["content"] for turn in turns), "verbatim": False}
+        try:
+            text = str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+        except TemplateError as error:
+            return Problem(422, f"the model's chat template refuses these messages: {error}")
+        return {"text": text, "verbatim": True}
 
 
 class OneProcess:
@@ -108,8 +122,8 @@ class OneProcess:
         async for state in growing.states():
             yield state
 
-    async def chat_text(self, turns: list[dict[str, str]]) -> tuple[str, bool]:
-        return self.answering.chat_text(turns)
+    async def chat_text(self, turns: list[dict[str, str]]) -> dict[str, Any]:
+        return unwrapped(self.answering.chat_text(turns))
 
     async def evaluate(self, records: Sequence[EditRecord], shifts: str | None, generate: bool) -> dict[str, Any]:
         return unwrapped(await asyncio.to_thread(self.answering.evaluate, records, shifts, generate))

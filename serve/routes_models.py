@@ -61,8 +61,9 @@ async def chat(asked: ChatIn, at: At) -> Response:
     version = await find_version(at, asked.model, asked.min_version)
     turns = [{"role": turn.role, "content": turn.text()} for turn in asked.messages]
     _checked(at, [turn["content"] for turn in turns])
-    text, verbatim = await at.roles.chat_text(turns)
-    prompt = Prompt(text, version.shifts, asked.sampling(at.settings.limits.max_tokens), verbatim)
+    read = await at.roles.chat_text(turns)
+    sampling = asked.sampling(at.settings.limits.max_tokens)
+    prompt = Prompt(read["text"], version.shifts, sampling, read["verbatim"])
     if asked.stream:
         return await _streamed(at, prompt, Chunks(True, version.id))
     answer = await at.roles.complete(prompt)
@@ -73,9 +74,7 @@ async def chat(asked: ChatIn, at: At) -> Response:
 async def evaluate(asked: EvaluateIn, at: At) -> Any:
     """Measure a version on records: teacher-forced and generated, beside the unedited model, fact by fact."""
     version = await in_thread(at.ledger.resolve, asked.version)
-    limit = at.settings.limits.evaluate_records
-    if len(asked.records) > limit:
-        raise Problem(413, f"{len(asked.records)} records in one evaluation; at most {limit} are taken")
+    _check_size(at, asked)
     records = [record.record() for record in asked.records]
     found = await at.roles.evaluate(records, version.shifts, asked.generate)
     return {"version": version.id, **found}
@@ -127,6 +126,20 @@ def _checked(at: Backend, texts: list[str]) -> list[str]:
     if (longest := max(map(len, texts))) > limit:
         raise Problem(413, f"a prompt has {longest} characters; at most {limit} are taken")
     return texts
+
+
+def _check_size(at: Backend, asked: EvaluateIn) -> None:
+    """A reader answers nobody else meanwhile, so that all that it would be asked counts, not the records alone."""
+    limits, records = at.settings.limits, asked.records
+    if len(records) > limits.evaluate_records:
+        raise Problem(413, f"{len(records)} records in one evaluation; at most {limits.evaluate_records} are taken")
+    number = sum(record.num_facts() for record in records)
+    if number > limits.evaluate_facts:
+        raise Problem(413, f"{number} facts in one evaluation; at most {limits.evaluate_facts} are taken")
+    for index, record in enumerate(records):
+        longest = max(map(len, record.texts()))
+        if longest > limits.text_chars:
+            raise Problem(413, f"record {index} has {longest} characters; at most {limits.text_chars} are taken")
 
 
 def _model(name: str) -> dict[str, Any]:

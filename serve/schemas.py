@@ -190,6 +190,15 @@ class RecordIn(Asked):
     rephrasings: list[Text] = []
     unrelated: list[FactIn] = []
 
+    def texts(self) -> list[str]:
+        """Everything that a model would read of it."""
+        others = (text for fact in self.unrelated for text in (fact.prompt, fact.answer))
+        return [self.prompt, self.answer, *self.rephrasings, *others]
+
+    def num_facts(self) -> int:
+        """How many prompts are asked for it."""
+        return 1 + len(self.rephrasings) + len(self.unrelated)
+
     def record(self) -> EditRecord:
         """As the evaluation takes it."""
         return EditRecord(

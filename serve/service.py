@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from malmen.data.records import Fact
-from malmen.edit_set import EditSet, FactRows, fact_rows
+from malmen.edit_set import EditSet, FactRows
 from malmen.editor import Editor
 from malmen.errors import EditError
 from malmen.facts import fact_encoder
@@ -30,6 +30,7 @@ from malmen.serve.guards import Guards, Measured
 from malmen.serve.ledger import AcceptedRequest, Ledger, NewEdit, Publication
 from malmen.serve.ledger_view import Alias
 from malmen.serve.messages import Change, Outcome
+from malmen.serve.new_rows import join_rows, num_sent, plan_rows, too_large, trace_rows, within_memory
 from malmen.serve.problems import Problem
 from malmen.serve.stored_rows import store_rows, stored_rows
 from malmen.serve.tables import LIVE
@@ -76,7 +77,7 @@ class EditService:
         parts = []
         for first in range(0, len(encoded), at_once):
             with self.turn:
-                parts.append(fact_rows(self.lm, self.editor, encoded[first : first + at_once]))
+                parts.append(trace_rows(self.lm, self.editor, encoded[first : first + at_once], len(facts)))
             on_facts(min(first + at_once, len(encoded)))
         return FactRows.joined(parts)
 
@@ -127,20 +128,23 @@ class EditService:
         for index, plan in idle.items():
             outcomes[index] = self._unchanged(plan)
         busy = {index: plan for index, plan in plans.items() if index not in idle}
-        return self._publish(busy, self._trace(list(busy.values())), outcomes) if busy else {}
+        rows = self._trace(busy, outcomes)
+        left = {index: plan for index, plan in busy.items() if index not in outcomes}
+        return self._publish(left, rows, outcomes) if left else {}
 
     def _publish(
         self, plans: dict[int, Plan], rows: FactRows | None, outcomes: dict[int, Outcome]
     ) -> dict[int, Change]:
         """Solve, look, record. A batch that is refused is cut in two, so that nobody is refused for another's facts."""
         try:
-            candidate = self._solve(list(plans.values()), rows)
+            sent = num_sent([plan.change for plan in plans.values()])
+            candidate = within_memory(too_large(sent), self._solve, list(plans.values()), rows)
         except Problem as problem:
             if len(plans) > 1:
                 return self._publish_halves(plans, rows, outcomes)
             outcomes[next(iter(plans))] = problem
             return {}
-        refusals = self._refusals(candidate)
+        refusals = candidate.refusals(self.guards)
         if any(refusals):
             if len(plans) == 1:
                 outcomes[next(iter(plans))] = candidate.refused(refusals[0])
@@ -176,38 +180,25 @@ class EditService:
                 again.update(self._publish(dict(some), part, outcomes))
         return again
 
-    def _trace(self, plans: Sequence[Plan]) -> FactRows | None:
-        """The rows of all new facts, in order."""
+    def _trace(self, plans: dict[int, Plan], outcomes: dict[int, Outcome]) -> FactRows | None:
+        """The rows of all new facts, in order; a request that is too large is told so, and left out."""
         parts = []
-        for plan in plans:
-            if plan.change.rows is not None and plan.new:
-                parts.append(plan.change.rows.select([new.index for new in plan.new]))
-            elif plan.new:
-                parts.append(fact_rows(self.lm, self.editor, [new.encoded for new in plan.new]))
-        return FactRows.joined(parts) if parts else None
+        for index, plan in plans.items():
+            try:
+                parts += [plan_rows(self.lm, self.editor, plan)] if plan.new else []
+            except Problem as problem:
+                outcomes[index] = problem
+        return join_rows(parts)
 
     def _solve(self, plans: Sequence[Plan], rows: FactRows | None) -> Candidate:
         ended = [name for plan in plans for name in plan.ended]
-        changed = self.edit_set.changed([rows] if rows else [], self._stored_rows(ended))
+        changed = self.edit_set.changed([rows.to(self.lm.device)] if rows else [], self._stored_rows(ended))
         try:
             shifts = changed.shifts()
         except EditError as error:
             raise Problem(422, f"these facts cannot be merged: {error}") from error
         measured = self.guards.measure(shifts, [new.encoded for plan in plans for new in plan.new])
         return Candidate(plans, changed, rows, shifts, measured)
-
-    def _refusals(self, candidate: Candidate) -> list[list[str]]:
-        """Why each request may not be done, none of which is empty if the version as a whole may not be."""
-        adds = any(plan.new for plan in candidate.plans)  # what only takes back is not held up by limits on adding
-        common = self.guards.reasons(candidate.measured) if adds or not candidate.measured.finite else []
-        found = []
-        for plan, predicted in zip(candidate.plans, candidate.predicted(), strict=True):
-            held = [row == new.encoded.targets for new, row in zip(plan.new, predicted, strict=True)]
-            wanted = self.guards.config.min_success
-            failed = bool(held) and sum(held) < wanted * len(held)
-            few = f"{sum(held)} of {len(held)} new facts would hold; guard.min_success asks for {wanted:.0%}"
-            found.append([*common, *([few] if failed else [])])
-        return found
 
     # --- recording ---------------------------------------------------------------------------------------
 
@@ -292,7 +283,9 @@ class EditService:
         gone, missing = sorted(here - wanted), self.ledger.edits_by_id(sorted(wanted - here))
         if gone or missing:
             log.info("catching up with version %s: %d facts more, %d less", there.version, len(missing), len(gone))
-        self.edit_set = self.edit_set.changed(stored_rows(self.blobs, missing, self.lm.device), self._stored_rows(gone))
+        full = Problem(503, f"the writer's memory does not hold the rows of version {there.version}", retry_after=5)
+        more = stored_rows(self.blobs, missing, self.lm.device)
+        self.edit_set = within_memory(full, self.edit_set.changed, more, self._stored_rows(gone))
         self.live.discard(gone)
         self.live.add(missing)
         self._at, self._number = there, self.ledger.last_number()

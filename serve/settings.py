@@ -37,6 +37,9 @@ class LimitConfig(Section):
     max_tokens: int = Field(default=256, gt=0, description="new tokens of a completion, at most")
     requests_per_minute: int = Field(default=1200, gt=0, description="of one token, at most; then 429")
     evaluate_records: int = Field(default=256, gt=0, description="in one evaluation, at most")
+    evaluate_facts: int = Field(
+        default=2048, gt=0, description="edits, rephrasings and unrelated facts of one evaluation together, at most"
+    )
     waiting_jobs: int = Field(default=32, gt=0, description="large batches that may wait; then 429")
     waiting_edits: int = Field(default=256, gt=0, description="requests that may wait for the writer; then 429")
 

@@ -5,10 +5,15 @@ import shutil
 import subprocess
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from one_process import Endpoint
+
+from malmen.lm import LanguageModel
 
 
 def _postgres_bin() -> Path | None:
@@ -53,6 +58,25 @@ def fresh_postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callabl
         yield fresh
     finally:
         run(programs / "pg_ctl", "-D", data, "-m", "immediate", "-w", "stop")
+
+
+@pytest.fixture
+def little_memory() -> Callable[[LanguageModel, int], AbstractContextManager[None]]:
+    """`with little_memory(lm, rows)`: a larger batch ends as it does on a GPU that is too small for it."""
+
+    @contextmanager
+    def limited(lm: LanguageModel, rows: int) -> Iterator[None]:
+        def look(_module: torch.nn.Module, _args: Any, inputs: dict[str, Any]) -> None:
+            if len(inputs["input_ids"]) > rows:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+        handle = lm.model.register_forward_pre_hook(look, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    return limited
 
 
 @pytest.fixture(scope="module")

@@ -234,6 +234,37 @@ def test_an_evaluation_of_too_many_records_and_too_many_jobs_are_refused(tmp_pat
     endpoint.close()
 
 
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"rephrasings": ["x"] * 3, "unrelated": [FACTS[1]] * 2}, "6 facts in one evaluation; at most 5"),
+        ({"rephrasings": ["x" * 501]}, "record 0 has 501 characters; at most 500"),
+        ({"unrelated": [{"prompt": "x", "answer": "x" * 501}]}, "record 0 has 501 characters; at most 500"),
+        ({"answer": "x" * 501}, "record 0 has 501 characters; at most 500"),
+    ],
+)
+def test_an_evaluation_is_limited_by_all_that_a_reader_would_be_asked(
+    shared: Endpoint, monkeypatch: pytest.MonkeyPatch, record: dict[str, Any], said: str
+) -> None:
+    limits = shared.settings.limits.model_copy(update={"evaluate_facts": 5})
+    monkeypatch.setattr(shared.backend, "settings", shared.settings.model_copy(update={"limits": limits}))
+    reply = shared.clients["read"].post("/v1/evaluate", json={"records": [{**FACTS[0], **record}]})
+    assert reply.status_code == 413 and said in reply.json()["detail"]
+    assert reply.headers["Content-Type"] == "application/problem+json"
+    fits = {**FACTS[0], "rephrasings": ["x"] * 2, "unrelated": [FACTS[1]] * 2}
+    asked = {"records": [fits], "generate": False}
+    assert shared.clients["read"].post("/v1/evaluate", json=asked).status_code == 200
+
+
+def test_methods_that_nobody_knows_are_counted_as_one(shared: Endpoint) -> None:
+    for number in range(3):
+        assert shared.client({}).request(f"BREW{number}", "/v1/edits").status_code == 405
+    shared.client({}).get("/healthz")
+    counted = shared.admin.get("/metrics").text
+    assert "BREW" not in counted and 'malmen_requests_total{method="other"' in counted
+    assert 'method="GET"' in counted
+
+
 def test_health_needs_no_token(shared: Endpoint) -> None:
     for path in OPEN:
         assert shared.client({}).get(path).status_code == 200
@@ -268,6 +299,31 @@ def test_an_evaluation_measures_a_version_beside_the_unedited_model(fresh: Endpo
     assert found["scores"]["edit_success"] == found["scores"]["generalization_success"] == 1
     assert found["scores"]["edit_success_before"] < 1
     assert found["facts"][0]["after"] == FACTS[0]["answer"] != found["facts"][0]["before"]
+
+
+TEMPLATE = """{% if messages[0].role == "system" %}{{ raise_exception("System role not supported") }}{% endif %}
+{% for turn in messages %}{{ turn.content }} {% endfor %}"""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_messages_that_the_chat_template_refuses_are_the_callers_mistake(
+    shared: Endpoint, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(shared.roles.answering.reader.lm.tokenizer, "chat_template", TEMPLATE)
+    turns = [{"role": role, "content": "x"} for role in ("system", "user")]
+    asked = {"messages": turns, "max_tokens": 1, "stream": stream}
+    refused = shared.admin.post("/v1/chat/completions", json=asked)
+    assert refused.status_code == 422 and "System role not supported" in refused.json()["detail"]
+    taken = shared.admin.post("/v1/chat/completions", json={**asked, "messages": turns[1:]})
+    assert taken.status_code == 200, taken.text
+
+
+def test_a_second_export_at_the_same_time_is_told_to_wait(fresh: Endpoint) -> None:
+    made = fresh.add(FACTS[0])
+    with fresh.roles.writer.exporting:
+        reply = fresh.admin.post(f"/v1/versions/{made['version']}/export", json={})
+    assert reply.status_code == 429 and int(reply.headers["Retry-After"]) > 0
+    assert fresh.admin.post(f"/v1/versions/{made['version']}/export", json={}).status_code == 201
 
 
 @pytest.mark.slow  # three exports, loaded again
