@@ -49,7 +49,7 @@ def test_edits_over_a_cut_model_equal_those_over_a_whole_one(name: str) -> None:
     assert_close(cut.logits(batch), whole.logits(batch), rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "opt"])
 def test_rows_of_a_cut_model_see_their_own_edits_and_leave_nothing_behind(name: str) -> None:
     whole, cut = tiny_lm(name), _cut(tiny_lm(name))
     first, second = _shifts(whole, 1), _shifts(whole, 2)
