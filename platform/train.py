@@ -96,7 +96,7 @@ def train(
     tags = {"data": data_fingerprint(config), "run": str(folder.store.location)}
     folder.check_data(tags["data"])
     with connected(address, config.cluster) as own:
-        roles = size_roles(config.cluster, own=own)
+        roles = size_roles(config.cluster, config.model, own=own)
         check_room(config.cluster, roles)
         with Tracker.start(config, str(out), tags, folder.facts.get("mlflow_run"), parent) as tracker:
             folder.begin({"mlflow_run": tracker.run_id, "finished": False})
