@@ -20,6 +20,7 @@ from malmen.platform.hypernet_actor import EVALUATION
 from malmen.platform.hypernet_group import HypernetGroup, HypernetLost
 from malmen.platform.lm_worker import LMWorker
 from malmen.platform.meta_step import Stepped, end_step, meta_step
+from malmen.platform.places import check_shared
 from malmen.platform.wire import peak_memory_mb
 from malmen.sampling import check_facts, validation_records
 from malmen.storage import RunStore
@@ -167,6 +168,7 @@ class Rank:
                     scores = self.evaluated[1] if self.evaluated[0] == step else {}
                     path = self.group.save(self.worker.fingerprint, scores, self.loop.extra)
                     self._record({"kind": "checkpoint", "step": step, "path": path})
+                    check_shared(RunStore(self.loop.run), step)
             self.saved = step
 
     def _evaluate(self) -> dict[str, Any]:
