@@ -57,7 +57,7 @@ class TrainingConfig(Section):
     min_edits: int | None = Field(
         default=None, gt=0, description="draw m anew for each step, from this to num_edits; default: always num_edits"
     )
-    steps: int = Field(default=1000, ge=0, description="meta-training steps")
+    steps: int = Field(default=1000, gt=0, description="meta-training steps")
     meta_lr: float = Field(default=1e-5, gt=0, description="Adam's, on the hyper-network")
     scalar_lr: float | None = Field(default=None, gt=0, description="for log edit-lr and log damping; default meta_lr")
     schedule: Literal["constant", "cosine"] = Field(

@@ -29,5 +29,6 @@ def resolve_dtype(config: ModelConfig) -> torch.dtype:
     """The type this process would give the model's weights."""
     if config.dtype == "auto":
         on_gpu = resolve_device(config).type == "cuda"
-        return torch.bfloat16 if on_gpu and torch.cuda.is_bf16_supported() else torch.float32
+        has_it = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)  # emulated, float32 is faster
+        return torch.bfloat16 if has_it else torch.float32
     return cast(torch.dtype, getattr(torch, config.dtype))

@@ -1,7 +1,11 @@
-"""Files and folders that are there whole or not at all: written under a temporary name, then renamed."""
+"""Files and folders that are there whole or not at all: written under a temporary name, then renamed.
+
+What was renamed is on the disk itself, so that a power loss cannot leave empty files under the right names.
+"""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import tempfile
@@ -40,7 +44,9 @@ def whole_file(path: Path, text: str) -> None:
     fresh = path.with_name(f".writing-{path.name}")
     try:
         fresh.write_text(text, encoding="utf-8")
+        _sync(fresh)
         fresh.replace(path)
+        _sync(path.parent)
     finally:
         fresh.unlink(missing_ok=True)
 
@@ -63,10 +69,25 @@ def whole_folder(target: Path, replaces: str) -> Iterator[Path]:
             yield fresh
         except SafetensorError as error:
             raise OSError(f"cannot write {target}: {error}") from error
+        for path in (*fresh.rglob("*"), fresh):
+            _sync(path)
         if target.exists():
             # Renamed away, not deleted: until the new one stands in its place nothing is lost.
             target.rename(Path(scratch) / "old")
         fresh.rename(target)
+        _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    """A file's content, or a folder's names, onto the disk; a network file system may not know how for folders."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def remove_folder(target: Path) -> None:

@@ -64,7 +64,8 @@ class LanguageModel:
     def __post_init__(self) -> None:
         self.model.requires_grad_(False).eval()
         self.stacks = find_stacks(self.model)
-        self.plain_blocks = True  # whether its blocks put out a tensor, or a tuple of it; seen when one runs (stem.py)
+        # Whether its blocks put out a tensor, or a tuple of it; unknown until one has run (stem.py).
+        self.plain_blocks: bool | None = None
 
     @property
     def device(self) -> torch.device:

@@ -78,8 +78,10 @@ def _forward(
     def forward(keys: Tensor) -> Tensor:
         if len(overlays) == 1:
             return part(overlays[0][0], keys)
-        assert keys.shape[0] == sum(sizes), (tuple(keys.shape), sizes)
-        pieces = zip(overlays, keys.split(sizes), strict=True)
-        return torch.cat([part(overlay, some) for (overlay, _), some in pieces])
+        rows = keys.unflatten(0, (sum(sizes), -1)) if keys.dim() == 2 else keys  # as in OPT's FFN
+        assert rows.shape[0] == sum(sizes), (tuple(keys.shape), sizes)
+        pieces = zip(overlays, rows.split(sizes), strict=True)
+        values = torch.cat([part(overlay, some) for (overlay, _), some in pieces])
+        return values.reshape(*keys.shape[:-1], values.shape[-1])
 
     return forward

@@ -137,8 +137,18 @@ def recall_stem(
         for row, place in enumerate(batch.facts.tolist() if batch.counts else ()):
             part = cache.get(_kind(stack, count), facts[place])
             hidden[row, : len(part)] = part
-        outputs[stack] = hidden if lm.plain_blocks else (hidden,)
+        outputs[stack] = hidden if _has_plain_blocks(lm, batch) else (hidden,)
     return Stem(outputs)
+
+
+@torch.no_grad()
+def _has_plain_blocks(lm: LanguageModel, batch: TokenBatch) -> bool:
+    """Whether its blocks put out a tensor; where none has run in this process yet, one token shows it."""
+    if lm.plain_blocks is None:
+        with keep_stem(lm, all_blocks(lm)):
+            lm.model(**{name: ids[:1, :1] for name, ids in batch.inputs.items()})
+    assert lm.plain_blocks is not None
+    return lm.plain_blocks
 
 
 def _kind(stack: str, count: int) -> str:

@@ -102,9 +102,14 @@ def _trace_batch(lm: LanguageModel, layers: Sequence[LayerSpec], batch: TokenBat
     grads = torch.autograd.grad(edit_loss, [probes[layer.name] for layer in layers])
     masks = [batch.traced_mask(layer.stack, tokens) for layer in layers]
     return [
-        LayerTrace(*(part[mask.to(part.device)].to(lm.device) for part in (keys[layer.name], grad)))
+        LayerTrace(*(rows_at(mask, part).to(lm.device) for part in (keys[layer.name], grad)))
         for layer, mask, grad in zip(layers, masks, grads, strict=True)
     ]
+
+
+def rows_at(mask: Tensor, seen: Tensor) -> Tensor:
+    """What a layer saw at the True places of a mask (facts, length); OPT's FFN sees all facts' tokens in one row."""
+    return seen.reshape(*mask.shape, seen.shape[-1])[mask.to(seen.device)]
 
 
 def _in_order(parts: list[tuple[LayerTrace, Tensor]]) -> LayerTrace:

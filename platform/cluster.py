@@ -107,15 +107,9 @@ def _check_answers(address: str) -> None:
         ) from error
 
 
-def size_roles(config: ClusterConfig, *, own: bool) -> Roles:
+def size_roles(config: ClusterConfig, model: ModelConfig, *, own: bool) -> Roles:
     """Resources by config; GPUs, where it leaves them open, as far as the cluster has them."""
-    gpus = ray.cluster_resources().get("GPU", 0.0)
-    lm_gpus = config.lm_gpus
-    if lm_gpus is None:
-        lm_gpus = 1.0 if gpus >= config.lm_workers else 0.0
-    hypernet_gpus = config.hypernet_gpus
-    if hypernet_gpus is None:
-        hypernet_gpus = 1.0 if gpus - lm_gpus * config.lm_workers >= config.hypernet_actors else 0.0
+    lm_gpus, hypernet_gpus = share_gpus(config, model, ray.cluster_resources().get("GPU", 0.0))
     _check_whole("cluster.lm_gpus", lm_gpus, config.lm_workers)
     _check_whole("cluster.hypernet_gpus", hypernet_gpus, config.hypernet_actors)
     cores = os.cpu_count() or 1
@@ -130,6 +124,19 @@ def size_roles(config: ClusterConfig, *, own: bool) -> Roles:
     )
 
 
+def share_gpus(config: ClusterConfig, model: ModelConfig, gpus: float) -> tuple[float, float]:
+    """Of a cluster's GPUs, those of each LM worker and of each actor; a run on the CPU takes none from others."""
+    if model.device == "cpu":
+        return 0.0, 0.0
+    lm_gpus = config.lm_gpus
+    if lm_gpus is None:
+        lm_gpus = 1.0 if gpus >= config.lm_workers else 0.0
+    hypernet_gpus = config.hypernet_gpus
+    if hypernet_gpus is None:
+        hypernet_gpus = 1.0 if gpus - lm_gpus * config.lm_workers >= config.hypernet_actors else 0.0
+    return lm_gpus, hypernet_gpus
+
+
 def _check_whole(name: str, gpus: float, processes: int) -> None:
     if processes > 1 and 0 < gpus < 1:
         raise UsageError(f"{name}={gpus:g} for {processes} processes: NCCL wants a whole GPU for each; use 1, or 0")
@@ -137,11 +144,16 @@ def _check_whole(name: str, gpus: float, processes: int) -> None:
 
 def on_own_device(model: ModelConfig, gpus: Sequence[str] | None = None) -> ModelConfig:
     """`auto` is a GPU only in a process that Ray has given one: those that it sees besides are others'."""
+    return on_given_gpu(model, gpus) if model.device == "auto" else model
+
+
+def on_given_gpu(model: ModelConfig, gpus: Sequence[str] | None = None) -> ModelConfig:
+    """A process that Ray has given no GPU is on the CPU, whatever `model.device` says of the language model."""
     if gpus is None:
         if not ray.is_initialized():
             return model
         gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-    return model.model_copy(update={"device": "cpu"}) if model.device == "auto" and not gpus else model
+    return model if gpus else model.model_copy(update={"device": "cpu"})
 
 
 def check_room(config: ClusterConfig, roles: Roles) -> None:

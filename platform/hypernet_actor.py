@@ -26,7 +26,7 @@ from malmen.config import Config
 from malmen.devices import resolve_device
 from malmen.editor import Editor, seeded_editor
 from malmen.layers import LayerSpec
-from malmen.platform.cluster import on_own_device
+from malmen.platform.cluster import on_given_gpu
 from malmen.platform.wire import Arrays, peak_memory_mb, to_array, to_arrays, to_tensor
 from malmen.shards import Alone, ProcessGroupShards
 from malmen.solved import Solved
@@ -46,7 +46,7 @@ class HypernetActor:
     def __init__(self, config: Config, layers: list[LayerSpec], threads: int) -> None:
         torch.set_num_threads(threads)
         self.config, self.layers = config, layers
-        self.device = resolve_device(on_own_device(config.model))
+        self.device = resolve_device(on_given_gpu(config.model))
         self.editor: Editor = seeded_editor(layers, config).to(self.device)
         self.fresh = True
         self.generation: str | None = None

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
+import time
 from pathlib import Path
 
 from malmen.config import Config
-from malmen.errors import UsageError
+from malmen.errors import EditError, UsageError
 from malmen.platform.mlflow_store import absolute, shown
-from malmen.storage import RunStore
+from malmen.storage import PREFIX, RunStore
+
+PATIENCE = 90.0  # seconds: NFS may keep what it knew of a folder for a minute
 
 
 def in_ray_job() -> bool:
@@ -32,6 +36,22 @@ def check_lasting(config: Config, out: str | Path) -> None:
             f"tracking.uri {uri and shown(uri)}): give tracking.uri=http://… or sqlite:////whole/path/mlflow.db, or "
             "tracking.enabled=false"
         )
+
+
+def check_shared(store: RunStore, step: int) -> None:
+    """EditError unless this node sees the checkpoint of a step, or a later one: an actor, maybe elsewhere, wrote it."""
+    deadline = time.monotonic() + PATIENCE
+    while not any(_step(name) >= step for name in store.checkpoints()):
+        if time.monotonic() > deadline:
+            raise EditError(
+                f"the checkpoint of step {step} was written to {store.location}, but node {socket.gethostname()} does "
+                "not see it there: --out must be a folder that all nodes share, or a URL such as s3://bucket/run"
+            )
+        time.sleep(min(0.5, PATIENCE))
+
+
+def _step(checkpoint: str) -> int:
+    return int(checkpoint.removeprefix(PREFIX).partition(".")[0])
 
 
 def ray_train_folder(run: str) -> str:

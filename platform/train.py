@@ -32,7 +32,7 @@ from malmen.meta import StepReport
 from malmen.platform.board import Board
 from malmen.platform.cluster import Roles, actor_options, check_room, connected, size_roles
 from malmen.platform.hypernet_group import HypernetGroup
-from malmen.platform.places import check_lasting, in_ray_job, ray_train_folder
+from malmen.platform.places import check_lasting, check_shared, in_ray_job, ray_train_folder
 from malmen.platform.registry import RegisteredEditor, describe_checkpoint
 from malmen.platform.tracking import Tracker
 from malmen.platform.train_loop import LoopSettings, train_loop
@@ -96,7 +96,7 @@ def train(
     tags = {"data": data_fingerprint(config), "run": str(folder.store.location)}
     folder.check_data(tags["data"])
     with connected(address, config.cluster) as own:
-        roles = size_roles(config.cluster, own=own)
+        roles = size_roles(config.cluster, config.model, own=own)
         check_room(config.cluster, roles)
         with Tracker.start(config, str(out), tags, folder.facts.get("mlflow_run"), parent) as tracker:
             folder.begin({"mlflow_run": tracker.run_id, "finished": False})
@@ -238,6 +238,7 @@ def _take(row: Mapping[str, Any], folder: RunFolder, tracker: Tracker, listener:
         listener.event(row["text"])
     elif kind == "checkpoint":
         folder.flush()
+        check_shared(folder.store, step)
     elif kind == "step" and step > (folder.history[-1]["step"] if folder.history else 0):
         report = StepReport(**{name: row[name] for name in _STEP_FIELDS})
         folder.add({name: value for name, value in row.items() if name != "kind"})

@@ -21,6 +21,7 @@ from malmen.platform.hypernet_actor import EVALUATION
 from malmen.platform.hypernet_group import HypernetGroup, HypernetLost
 from malmen.platform.lm_worker import LMWorker
 from malmen.platform.meta_step import Stepped, end_step, meta_step
+from malmen.platform.places import check_shared
 from malmen.platform.wire import peak_memory_mb
 from malmen.sampling import check_facts, shared_facts, validation_records
 from malmen.storage import RunStore
@@ -164,6 +165,7 @@ class Rank:
                 if self.worker.world_rank == 0:
                     path = self.group.save(self.worker.fingerprint, self.loop.extra)
                     self._record({"kind": "checkpoint", "step": step, "path": path})
+                    check_shared(RunStore(self.loop.run), step)
             self.saved = step
         if due and self.evaluated != step:
             scores = self._evaluate()

@@ -77,7 +77,7 @@ def _sweep(
 ) -> SweepResult:  # fmt: skip
     start = time.perf_counter()
     with connected(address, config.cluster) as own:
-        roles = size_roles(config.cluster, own=own)
+        roles = size_roles(config.cluster, config.model, own=own)
         config = _for_trials(config, folder, roles)
         facts = folder.begin(config, space, data)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]

@@ -25,6 +25,7 @@ from malmen.data.tokens import EncodedFact, make_batches
 from malmen.errors import EditError
 from malmen.layers import LayerSpec
 from malmen.lm import LanguageModel
+from malmen.trace import rows_at
 
 _TEXTS_AT_ONCE = 256
 
@@ -124,7 +125,7 @@ class _added_up:
 
     def _hook(self, total: Tensor) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            rows = args[0][self.mask].double()
+            rows = rows_at(self.mask, args[0]).double()
             total.addmm_(rows.T, rows)
 
         return hook

@@ -108,7 +108,8 @@ def _seen(
             here.clear()
             lm.logits(batch.to(lm.device))
             at = positions_in(batch, placed)
-            found = here[0][torch.arange(len(at)), at]
+            found = here[0].unflatten(0, (len(at), -1)) if here[0].dim() == 2 else here[0]  # as in OPT's FFN
+            found = found[torch.arange(len(at)), at]
             found = found.to(torch.promote_types(found.dtype, torch.float32))  # their differences are what counts
             for index, row in zip(batch.facts.tolist(), found, strict=True):
                 rows[index] = row

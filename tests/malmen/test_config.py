@@ -29,6 +29,7 @@ def test_overrides_win_over_the_file_and_short_names_are_enough(tmp_path: Path) 
         ("editor.rnak=3", r"unknown key 'editor.rnak'; did you mean editor.rank"),
         ("rank=three", r"editor.rank: .*given 'three'"),
         ("rank=-1", r"editor.rank: .*greater than 0"),
+        ("training.steps=0", r"training.steps: .*greater than 0"),
         ("aggregation=mean", r"'least_squares' or 'sum'"),
         ("rank", r"expected `key=value`"),
         ("seed.x=1", r"not a section|valid integer"),

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from malmen.baselines.memit import Memit
 from malmen.config import Config, ModelConfig
 from malmen.data.tokens import make_batches
-from malmen.devices import resolve_device
+from malmen.devices import resolve_device, resolve_dtype
 from malmen.errors import EditError, UsageError
 from malmen.layers import find_layers
 from malmen.lm import LanguageModel
@@ -49,7 +49,7 @@ def test_edits_over_a_cut_model_equal_those_over_a_whole_one(name: str) -> None:
     assert_close(cut.logits(batch), whole.logits(batch), rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "opt"])
 def test_rows_of_a_cut_model_see_their_own_edits_and_leave_nothing_behind(name: str) -> None:
     whole, cut = tiny_lm(name), _cut(tiny_lm(name))
     first, second = _shifts(whole, 1), _shifts(whole, 2)
@@ -84,6 +84,16 @@ def test_cutting_a_model_where_there_is_no_gpu_is_an_error_that_says_so() -> Non
 def test_an_unknown_device_is_named_with_what_there_is() -> None:
     with pytest.raises(UsageError, match=r"'gpu'.*`cuda:N` or `split`"):
         resolve_device(ModelConfig(device="gpu"))
+
+
+def test_by_itself_a_model_on_the_cpu_is_in_float32() -> None:
+    assert resolve_dtype(ModelConfig(device="cpu")) == torch.float32
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip), reason="needs an NVIDIA GPU")
+def test_by_itself_a_model_is_in_bfloat16_only_on_a_gpu_that_does_not_emulate_it() -> None:
+    since_ampere = torch.cuda.get_device_capability()[0] >= 8
+    assert resolve_dtype(ModelConfig(device="cuda")) == (torch.bfloat16 if since_ampere else torch.float32)
 
 
 def test_memit_refuses_a_model_on_several_devices() -> None:

@@ -109,8 +109,8 @@ def test_the_staged_meta_gradient_is_autograd_through_everything(kind: str, vari
         assert_close(grads[name], grad, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
-def test_further_llama_like_families_are_exact_too(name: str) -> None:
+@pytest.mark.parametrize("name", ["qwen2", "gemma2", "opt"])
+def test_further_families_are_exact_too(name: str) -> None:
     setup = make_setup(name)
     batch = make_batch(setup)
     _, grads = staged_gradient(setup, batch)

@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+import errno
+import os
+import stat
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -86,6 +91,64 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     for text in ("one\n", "zwölf\n"):
         whole_file(tmp_path / "file", text)
         assert _content(tmp_path) == {"file": text.encode()}
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[int | str]:
+    """What is done to the disk, in order: the inode that was brought onto it, or `renamed`."""
+    found: list[int | str] = []
+    fsync = os.fsync
+
+    def note_sync(descriptor: int) -> None:
+        fsync(descriptor)
+        found.append(os.fstat(descriptor).st_ino)
+
+    def noted(rename: Callable[..., None]) -> Callable[..., None]:
+        def note_rename(*paths: object) -> None:
+            rename(*paths)
+            found.append("renamed")
+
+        return note_rename
+
+    monkeypatch.setattr("os.fsync", note_sync)
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(f"os.{name}", noted(getattr(os, name)))
+    return found
+
+
+def test_a_folder_is_on_the_disk_before_it_takes_its_place_and_its_name_after(
+    target: Path, done: list[int | str]
+) -> None:
+    with whole_folder(target, replaces="mark.json") as fresh:
+        (fresh / "mark.json").write_text("new")
+        (fresh / "deep").mkdir()
+        (fresh / "deep" / "data").write_text("new")
+    first = done.index("renamed")
+    assert {path.stat().st_ino for path in (target, *target.rglob("*"))} == set(done[:first])
+    assert done[first:] == ["renamed", "renamed", target.parent.stat().st_ino]
+
+
+def test_a_file_is_on_the_disk_before_it_takes_its_place_and_its_name_after(
+    tmp_path: Path, done: list[int | str]
+) -> None:
+    whole_file(tmp_path / "file", "text")
+    assert done == [(tmp_path / "file").stat().st_ino, "renamed", tmp_path.stat().st_ino]
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_where_folders_cannot_be_brought_onto_the_disk_their_files_still_are(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As some network file systems have it; of a file it would be an error."""
+
+    def refuse(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) == (what == "folder"):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr("os.fsync", refuse)
+    with nullcontext() if what == "folder" else pytest.raises(OSError, match="Invalid argument"):
+        whole_file(tmp_path / "file", "text")
+    assert _content(tmp_path) == ({"file": b"text"} if what == "folder" else {})
 
 
 def test_a_text_that_cannot_be_written_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:

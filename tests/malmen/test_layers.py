@@ -16,6 +16,8 @@ from malmen.layers import _blocks_of_rule, find_layers, find_stacks
         ("gptj", "last:1", "second", ["transformer.h.2.mlp.fc_out"]),
         ("llama", "last:1", "second", ["model.layers.2.mlp.down_proj"]),
         ("llama", "last:1", "first", ["model.layers.2.mlp.gate_proj", "model.layers.2.mlp.up_proj"]),
+        ("opt", "last:1", "second", ["model.decoder.layers.2.fc2"]),
+        ("opt", "last:1", "first", ["model.decoder.layers.2.fc1"]),
         ("bert", "last:1", "second", ["bert.encoder.layer.2.output.dense"]),
         ("bert", "last:1", "first", ["bert.encoder.layer.2.intermediate.dense"]),
         (

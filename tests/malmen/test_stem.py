@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -103,6 +105,28 @@ def test_losses_and_gradients_from_the_cache_equal_those_without(name: str, rule
         assert_close(found, expected, rtol=1e-9, atol=1e-11)
     if lm.kind != "encoder-decoder" and rule != "all":
         assert cache.hits == 2 * len(facts)
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("name", ["gpt2", "gptj", "bert"])  # blocks that put out a tensor, a tuple, and a classifier's
+def test_a_process_that_finds_the_shared_folder_full_gets_the_same_gradients(name: str, tmp_path: Path) -> None:
+    setup = make_setup(name)
+    layers, facts = setup.editor.layers, random_facts(setup.lm, 8)
+    batch = MetaBatch((), facts[:4], facts[4:])
+    torch.manual_seed(3)
+    shifts = {layer.name: torch.randn(layer.value_size, layer.key_size, dtype=torch.float64) for layer in layers}
+
+    def run(cache: FactCache | None) -> Any:
+        lm = tiny_lm(name)  # none of its blocks has run yet
+        leaves, cut = make_leaves(lm, shifts), _Cut(lm, 20)
+        caches = {"equivalents": cache, "unrelated": cache} if cache else {}
+        losses = meta_backward(lm, layers, leaves, batch, (0.1, 0.2), 0.7, cut, caches)
+        return losses, {layer: leaf.grad for layer, leaf in leaves.items()}
+
+    run(FactCache(10**6, tmp_path))
+    second = FactCache(10**6, tmp_path)
+    assert_close(run(second), run(None), rtol=1e-9, atol=1e-11)
+    assert (second.hits, second.misses) == (len(facts), 0)
 
 
 @pytest.mark.slow

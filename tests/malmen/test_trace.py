@@ -43,6 +43,13 @@ def test_keys_and_value_gradients_are_those_of_each_fact_by_itself_in_the_order_
     _assert_equal(found, plain_traces(lm, layers, facts, tokens))
 
 
+@pytest.mark.parametrize("tokens", ["answer", "all"])
+def test_an_ffn_that_sees_the_tokens_of_all_facts_in_one_row_is_traced_alike(tokens: str) -> None:
+    lm = tiny_lm("opt")
+    layers, facts = _layers(lm), random_facts(lm, 6)
+    _assert_equal(trace(lm, layers, make_batches(facts, 17, 0), tokens), plain_traces(lm, layers, facts, tokens))
+
+
 def test_the_order_in_which_batches_come_does_not_matter(kind: str) -> None:
     lm = tiny_lm(kind)
     layers, batches = _layers(lm), make_batches(random_facts(lm, 9), 20, 0)

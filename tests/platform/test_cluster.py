@@ -20,8 +20,10 @@ from malmen.platform.cluster import (
     _check_answers,
     check_room,
     describe_resources,
+    on_given_gpu,
     on_own_device,
     room_for_runs,
+    share_gpus,
     size_roles,
 )  # fmt: skip
 
@@ -85,7 +87,7 @@ def test_a_client_without_the_token_is_told_what_to_set(tmp_path: Path) -> None:
 def test_a_cluster_that_is_too_small_names_what_is_missing() -> None:
     config = ClusterConfig(lm_cpus=100, hypernet_resources={"moon": 1}, wait_seconds=1)
     with pytest.raises(EditError, match=r"missing 93 CPU, 1 moon\. Needed are 1 LM workers of 100 CPU"):
-        check_room(config, size_roles(config, own=False))
+        check_room(config, size_roles(config, ModelConfig(), own=False))
 
 
 @pytest.mark.ray
@@ -101,7 +103,7 @@ def test_a_cluster_that_is_too_small_ends_the_command_and_leaves_nothing(malmen:
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_cluster_with_room_is_left_as_it_was() -> None:
     config = ClusterConfig(lm_workers=2, hypernet_actors=3, wait_seconds=30)
-    roles = size_roles(config, own=False)
+    roles = size_roles(config, ModelConfig(), own=False)
     assert (roles.lm, roles.hypernet) == ({"CPU": 1.0}, {"CPU": 1.0})
     check_room(config, roles)
     check_room(config, roles)  # a leak would leave no room for the second
@@ -122,7 +124,7 @@ def test_a_cluster_with_room_is_left_as_it_was() -> None:
 def test_roles_overlap_unless_they_share_one_machines_cores(
     wanted: bool | None, own: bool, gpus: float, overlap: bool
 ) -> None:
-    assert size_roles(ClusterConfig(overlap=wanted, lm_gpus=gpus), own=own).overlap is overlap
+    assert size_roles(ClusterConfig(overlap=wanted, lm_gpus=gpus), ModelConfig(), own=own).overlap is overlap
 
 
 @pytest.mark.ray
@@ -130,7 +132,7 @@ def test_roles_overlap_unless_they_share_one_machines_cores(
 @pytest.mark.parametrize("role", [{"lm_workers": 2, "lm_gpus": 0.5}, {"hypernet_actors": 2, "hypernet_gpus": 0.5}])
 def test_processes_that_talk_to_each_other_do_not_share_a_gpu(role: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r"_gpus=0\.5 for 2 processes: NCCL wants a whole GPU"):
-        size_roles(ClusterConfig(**role), own=False)
+        size_roles(ClusterConfig(**role), ModelConfig(), own=False)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +141,40 @@ def test_processes_that_talk_to_each_other_do_not_share_a_gpu(role: dict[str, An
 )
 def test_a_gpu_that_ray_has_not_given_is_anothers(device: str, gpus: list[str], used: str) -> None:
     assert on_own_device(ModelConfig(device=device), gpus).device == used
+
+
+@pytest.mark.parametrize(("gpus", "used"), [([], "cpu"), (["3"], None)])
+@pytest.mark.parametrize("device", ["auto", "cuda", "split", "cpu"])
+def test_an_actor_without_a_gpu_is_on_the_cpu_wherever_the_model_is(
+    device: str, gpus: list[str], used: str | None
+) -> None:
+    assert on_given_gpu(ModelConfig(device=device), gpus).device == (used or device)
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "asked", "given"),
+    [
+        ("auto", 4, {}, (1, 1)),
+        ("auto", 2, {}, (1, 0)),
+        ("cuda", 2, {}, (1, 0)),
+        ("auto", 1, {}, (0, 0)),
+        ("auto", 0, {"lm_gpus": 1, "hypernet_gpus": 1}, (1, 1)),  # an autoscaler is to add them
+        ("cpu", 4, {}, (0, 0)),
+        ("cpu", 4, {"lm_gpus": 1, "hypernet_gpus": 1}, (0, 0)),
+    ],
+)
+def test_gpus_go_to_the_language_model_first_and_to_nobody_on_the_cpu(
+    device: str, gpus: float, asked: dict[str, float], given: tuple[float, float]
+) -> None:
+    config = ClusterConfig(lm_workers=2, hypernet_actors=2, **asked)  # type: ignore[arg-type]
+    assert share_gpus(config, ModelConfig(device=device), gpus) == given
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_run_on_the_cpu_asks_for_no_gpu() -> None:
+    roles = size_roles(ClusterConfig(lm_gpus=1, hypernet_gpus=1), ModelConfig(device="cpu"), own=True)
+    assert (roles.lm, roles.hypernet, roles.overlap) == ({"CPU": 1.0}, {"CPU": 1.0}, False)
 
 
 @pytest.mark.parametrize(

@@ -72,10 +72,11 @@ def plain_traces(lm: LanguageModel, layers: Sequence[LayerSpec], facts: Sequence
         for layer in layers:
             keys, values = seen[layer.name]
             assert values.grad is not None
+            keys, grads = (part.reshape(-1, part.shape[-1]) for part in (keys, values.grad))  # of this fact alone
             answers = slice(fact.first, fact.first + len(fact.targets))
             # An encoder has no answer positions: its whole prompt counts.
             rows = answers if tokens == "answer" and layer.stack == "decoder" else slice(None)
-            parts[layer.name].append(LayerTrace(keys[0, rows], values.grad[0, rows]))
+            parts[layer.name].append(LayerTrace(keys[rows], grads[rows]))
     return {
         name: LayerTrace(torch.cat([part.keys for part in found]), torch.cat([part.value_grads for part in found]))
         for name, found in parts.items()

@@ -16,6 +16,8 @@ from transformers import (
     GPTJForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     T5Config,
@@ -48,6 +50,20 @@ def _gpt2() -> GPT2LMHeadModel:
 def _gptj() -> GPTJForCausalLM:
     return GPTJForCausalLM(
         GPTJConfig(vocab_size=VOCABULARY, n_positions=32, n_embd=12, n_layer=3, n_head=2, rotary_dim=4)
+    )
+
+
+def _opt() -> OPTForCausalLM:
+    return OPTForCausalLM(
+        OPTConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=12,
+            word_embed_proj_dim=12,
+            ffn_dim=20,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            max_position_embeddings=32,
+        )
     )
 
 
@@ -87,6 +103,7 @@ MODELS: dict[str, tuple[Any, str]] = {
     "bert": (_bert, "classifier"),
     "qwen2": (lambda: Qwen2ForCausalLM(Qwen2Config(**_LLAMA)), "decoder"),
     "gemma2": (lambda: Gemma2ForCausalLM(Gemma2Config(**_LLAMA)), "decoder"),
+    "opt": (_opt, "decoder"),  # its FFN sees the tokens of all facts in one row
 }
 KINDS = ("gpt2", "gptj", "llama", "t5", "bert")  # one of each kind of LM
 

@@ -13,12 +13,14 @@ from transformers import (
     GPTJForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
 )
 
 from malmen.data.world_model import WORLD_MODEL
 from malmen.lm import LanguageModel
 
-DECODERS = ("gpt2", "gptj", "llama")
+DECODERS = ("gpt2", "gptj", "llama", "opt")
 
 
 def worded_lm(name: str = "gpt2") -> LanguageModel:
@@ -33,6 +35,10 @@ def worded_lm(name: str = "gpt2") -> LanguageModel:
         "llama": lambda: LlamaForCausalLM(
             LlamaConfig(vocab_size=size, hidden_size=12, intermediate_size=20, num_hidden_layers=4,
                         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64)
+        ),
+        "opt": lambda: OPTForCausalLM(
+            OPTConfig(vocab_size=size, hidden_size=12, word_embed_proj_dim=12, ffn_dim=48, num_hidden_layers=4,
+                      num_attention_heads=2, max_position_embeddings=64)
         ),
     }  # fmt: skip
     with torch.random.fork_rng():

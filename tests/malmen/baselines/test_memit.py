@@ -211,7 +211,8 @@ def test_other_kinds_of_models_are_refused(tmp_path: Path) -> None:
 
 def moments_by_hand(lm: LanguageModel, layer: str, texts: list[str]) -> torch.Tensor:
     rows: list[torch.Tensor] = []
-    handle = lm.model.get_submodule(layer).register_forward_hook(lambda _m, args, _o: rows.append(args[0][0].detach()))
+    module = lm.model.get_submodule(layer)
+    handle = module.register_forward_hook(lambda _m, args, _o: rows.append(args[0].detach().flatten(0, -2)))
     for text in texts:
         lm.model(torch.tensor([lm.tokenizer(text)["input_ids"]]))
     handle.remove()
@@ -219,8 +220,11 @@ def moments_by_hand(lm: LanguageModel, layer: str, texts: list[str]) -> torch.Te
     return keys.T @ keys / len(keys)
 
 
-def test_the_moments_are_the_mean_over_all_tokens_however_they_are_batched_and_are_kept(tmp_path: Path) -> None:
-    lm = worded_lm("gpt2")
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_the_moments_are_the_mean_over_all_tokens_however_they_are_batched_and_are_kept(
+    name: str, tmp_path: Path
+) -> None:
+    lm = worded_lm(name)
     layers = find_layers(lm.model, "last:2")
     texts = [fact.prompt for fact in FACTS]
     for budget in (7, 4096):
