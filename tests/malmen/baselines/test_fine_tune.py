@@ -49,7 +49,9 @@ def test_the_shift_is_what_adamw_does_to_a_trainable_copy(name: str) -> None:
     for layer, shift in found.items():
         change = model.get_parameter(f"{layer}.weight") - lm.model.get_parameter(f"{layer}.weight")
         wanted = change.T if is_conv1d(lm.model.get_submodule(layer)) else change
-        assert_close(shift, wanted, rtol=1e-9, atol=1e-12)
+        # Adam divides by the gradient's own size, so where that is near zero a step of 0.01 carries its rounding, which
+        # differs from CPU to CPU (2.7e-12 seen on one where others had less than 1e-12): 1e-11 is 1e-9 of such a step.
+        assert_close(shift, wanted, rtol=1e-9, atol=1e-11)
 
 
 def test_only_the_ffns_of_the_chosen_blocks_are_tuned_and_the_model_stays_as_it_is() -> None:
