@@ -67,15 +67,14 @@ def do_cells(variant: Variant, seed: int, cells: Sequence[Cell], settings: Exper
 
 def check_base_model(lm: LanguageModel, folder: Path) -> None:
     """Numbers of two models are not mixed, even where both have stood under the same name."""
-    path, found = folder / "base_model.json", {"base_model": lm.fingerprint()}
-    if not path.exists():
-        whole_file(path, json.dumps(found) + "\n")
-    known = json.loads(path.read_text(encoding="utf-8"))
-    if known != found:
+    marks, found = folder / "base_model", lm.fingerprint()  # an empty file: several tasks may leave it at once
+    marks.mkdir(parents=True, exist_ok=True)
+    if others := sorted(mark.name for mark in marks.iterdir() if mark.name != found):
         raise EditError(
-            f"{folder} holds measurements of base model {known['base_model']}; the model of that name is now "
-            f"{found['base_model']}: choose another --out"
+            f"{folder} holds measurements of base model {others[0]}; the model of that name is now {found}: choose "
+            "another --out"
         )
+    (marks / found).touch()
 
 
 def ready_method(variant: Variant, seed: int, lm: LanguageModel, folder: Path) -> tuple[EditMethod, dict[str, Any]]:
