@@ -128,6 +128,8 @@ def rehearse_lm(config: Config, planned: PlannedLM, facts: StepFacts, device: st
 class _Places(tuple[Tensor, Tensor]):
     """Row and column of each place that a mask would have: an index like it, on the meta device already."""
 
+    shape: torch.Size  # of the mask
+
     def to(self, _device: torch.device) -> _Places:
         """The same."""
         return self
@@ -172,7 +174,9 @@ def _largest(facts: Sequence[EncodedFact], config: Config, found: RehearsedLM) -
 def _shapes(batch: TokenBatch) -> TokenBatch:
     def places(mask: Tensor) -> Any:
         one = torch.zeros(int(mask.sum()), dtype=torch.long, device="meta")
-        return _Places((one, one))
+        found = _Places((one, one))
+        found.shape = mask.shape
+        return found
 
     inputs = {name: tensor.to("meta") for name, tensor in batch.inputs.items()}
     masks = {stack: places(mask) for stack, mask in batch.masks.items()}
