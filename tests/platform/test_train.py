@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import ray
-from chaos import failing_evaluation, hanging_actor, overflowing_loop
+from chaos import hanging_actor, overflowing_loop
 from mlflow import MlflowClient
 from platform_runs import make_platform_config, train_in_turn
 from torch.testing import assert_close
@@ -147,15 +147,9 @@ def test_a_model_loaded_in_parts_gives_the_whole_models_scores(two_ranks: Runs, 
 def test_a_run_on_a_storage_that_only_fsspec_knows_is_logged_and_registered_by_the_same_command(
     models: Path, tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has all its steps when its evaluation fails, and when the registry does; only what is left is done then."""
+    """It has all its steps when the registry fails; only what is left is done then."""
     uri, out = f"sqlite:///{tmp_path / 'mlflow.db'}", f"elsewhere://{tmp_path / 'run'}"
     config = make_platform_config("gpt2", models, tracking={"enabled": True, "uri": uri})
-    with monkeypatch.context() as patch:
-        patch.setattr("malmen.platform.train.train_loop", failing_evaluation)
-        with pytest.raises(EditError, match="could not be measured"):
-            train(config, out)
-    state = read_state(out)
-    assert (state["step"], state["scores"]) == (3, {})
     with monkeypatch.context() as patch:
         patch.setattr(Tracker, "register", _registry_is_away)
         with pytest.raises(EditError, match="the registry is away"):
@@ -182,6 +176,24 @@ def test_a_run_on_a_storage_that_only_fsspec_knows_is_logged_and_registered_by_t
 
 def _registry_is_away(*_args: object) -> None:
     raise EditError("the registry is away")
+
+
+def test_an_evaluation_that_fails_costs_no_steps(
+    models: Path, tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank is this process. What is left to do is the evaluation: the editor and its scores are then as ever."""
+    config = make_platform_config("gpt2", models, training={"checkpoint_every": 100})
+    with monkeypatch.context() as patch:
+        patch.setattr("malmen.platform.lm_worker.LMWorker.evaluate", _no_evaluation)
+        with pytest.raises(EditError, match="could not be measured"):
+            train_in_turn({"run": config}, tmp_path)
+    state = read_state(tmp_path / "run")
+    assert (state["step"], state["scores"]) == (3, {})
+    assert_equal_runs(train_in_turn({"run": config}, tmp_path)["run"], alone(config))
+
+
+def _no_evaluation(*_args: object) -> None:
+    raise EditError("the held-out edits could not be measured")
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(

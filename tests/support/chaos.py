@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from malmen.errors import EditError
 from malmen.platform.hypernet_actor import HypernetActor
 
 
@@ -122,16 +121,3 @@ def overflowing_loop(step: int) -> Callable[[Mapping[str, Any]], None]:
         train_loop.train_loop(settings)
 
     return loop
-
-
-def failing_evaluation(settings: Mapping[str, Any]) -> None:
-    """The ranks' loop, in which held-out edits cannot be measured."""
-    from malmen.platform import train_loop
-    from malmen.platform.lm_worker import LMWorker
-
-    class FailingWorker(LMWorker):
-        def evaluate(self, *args: Any) -> Any:
-            raise EditError("the held-out edits could not be measured")
-
-    train_loop.LMWorker = FailingWorker  # type: ignore[misc]
-    train_loop.train_loop(settings)
