@@ -103,8 +103,9 @@ def _page(found: dict[str, Any], about: dict[str, Any], results: Path) -> str:
 <h1>{html.escape(title)}</h1>
 <p>Held-out facts, {len(experiment["seeds"])} seeds, {config["training"]["steps"]} steps of meta-training with
 {_edits_a_step(config["training"])} edits each. ES, GS and LS are shares of right answer tokens in %,
-teacher-forced; “gen.” are whole answers, decoded greedily. Agreement is the share of unrelated tokens that the
-edited model predicts as the unedited one does. The harmonic mean is of ES, GS, and LS as a share of the unedited
+teacher-forced; “gen.” are whole answers, decoded greedily, “ended” those of them after which the text ends. Agreement
+is the share of unrelated tokens that the edited model predicts as the unedited one does, “agreement gen.” that of whole
+generated texts. The harmonic mean is of ES, GS, and LS as a share of the unedited
 model's. ± is the standard deviation over the seeds {", ".join(map(str, experiment["seeds"]))}.</p>
 <h2>What was expected</h2><ul>{checks}</ul>
 {sections}
