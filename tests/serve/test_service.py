@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from itertools import combinations
 from pathlib import Path
 
 import pytest
-import torch
 from endpoints import LENIENT, Bench, make_bench, untrained_editor, world_facts
 from full_disk import full_disk
 from torch.testing import assert_close
 
 from malmen.data.records import Fact
-from malmen.edit_set import EditSet, FactRows, fact_rows
 from malmen.generate import ask
-from malmen.lm import LanguageModel
 from malmen.overlay import edited
 from malmen.serve.messages import Change
 from malmen.serve.problems import Problem
@@ -26,7 +21,6 @@ from malmen.serve.service import EditService
 from malmen.serve.settings import GuardConfig
 
 FACTS = world_facts(80)
-LittleMemory = Callable[[LanguageModel, int], AbstractContextManager[None]]
 
 
 def add(service: EditService, *facts: Fact, **options: object) -> dict:
@@ -313,48 +307,6 @@ def test_facts_that_were_traced_before_give_the_same_version(bench: Bench) -> No
     scratch = bench.editor.edit(bench.lm, FACTS[:10]).shifts
     for name, shift in service.shifts().items():
         assert_close(shift, scratch[name], rtol=1e-4, atol=1e-4 * float(scratch[name].abs().max()))
-
-
-def test_a_job_and_requests_that_come_together_are_the_sum_of_their_rows_to_the_last_bit(bench: Bench) -> None:
-    service = bench.service()
-    rows = service.prepare(FACTS[:10], lambda _: None, at_once=4)
-    service.apply([Change("ann", tuple(FACTS[:10]), rows=rows), Change("bob", tuple(FACTS[10:13]))])
-    cuts = (FACTS[:4], FACTS[4:8], FACTS[8:10], FACTS[10:13])
-    encoded = [[service.encoder.encode(fact) for fact in some] for some in cuts]
-    whole = FactRows.joined([fact_rows(bench.lm, bench.editor, some) for some in encoded])
-    expected = EditSet(bench.editor).changed([whole]).shifts()
-    assert all(torch.equal(shift, expected[name]) for name, shift in service.shifts().items())
-
-
-def test_a_request_that_the_memory_does_not_hold_is_told_to_be_smaller_and_the_others_are_done(
-    bench: Bench, little_memory: LittleMemory
-) -> None:
-    service = bench.service()
-    with little_memory(bench.lm, 4):
-        found = service.apply([Change("ann", tuple(FACTS[:6])), Change("bob", tuple(FACTS[6:9]))])
-    assert isinstance(found[0], Problem) and found[0].status == 422
-    assert "6 facts" in found[0].detail and "send smaller parts" in found[0].detail
-    assert isinstance(found[1], dict) and found[1]["num_facts"] == 3
-    assert add(service, *FACTS[:6])["num_facts"] == 9
-
-
-def test_requests_that_the_memory_holds_one_by_one_are_done_one_by_one(
-    bench: Bench, little_memory: LittleMemory
-) -> None:
-    """Each can be traced; to measure all of them at once is too much."""
-    service = bench.service()
-    with little_memory(bench.lm, 4):
-        found = service.apply([Change("ann", tuple(FACTS[:3])), Change("bob", tuple(FACTS[3:6]))])
-    assert [reply["num_facts"] for reply in found if isinstance(reply, dict)] == [3, 6]
-
-
-def test_an_error_that_is_told_keeps_nothing_of_what_filled_the_memory(
-    bench: Bench, little_memory: LittleMemory
-) -> None:
-    """Python's tracebacks hold all that their frames do."""
-    with little_memory(bench.lm, 4):
-        problem = refusal(bench.service(), Change("ann", tuple(FACTS[:6])))
-    assert problem.__cause__ is None and problem.__context__ is None
 
 
 def test_a_full_disk_is_told_and_what_was_asked_can_be_done_later(bench: Bench) -> None:
