@@ -10,6 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from malmen.tune.experiments.memory import WAYS
+
 PANELS = {
     "edit_success": "ES: edits",
     "generalization_success": "GS: rephrasings",
@@ -25,7 +27,6 @@ COLOURS = {
     "ultraedit": "C4",
 }
 MARKS = {"malmen": "o", "mend": "s", "ft": "^", "memit": "D", "ultraedit": "v"}
-_WAYS = {"decomposed": "LM and hyper-network apart (MALMEN)", "concatenated": "one graph (MEND-style)"}
 
 
 def draw(found: dict[str, Any], folder: Path) -> list[Path]:
@@ -52,14 +53,15 @@ def _title(figure: Figure, found: dict[str, Any], text: str) -> None:
     figure.suptitle(f"{text} · {found['model']} · {what} {seeds}", fontsize=9)
 
 
-def _band(axes: Axes, rows: Sequence[dict[str, Any]], name: str, scale: float, label: str, variant: str) -> None:
+def _band(
+    axes: Axes, rows: Sequence[dict[str, Any]], name: str, scale: float, label: str, colour: str, mark: str = "o"
+) -> None:
     """A line over the number of edits, with the deviation as a band."""
-    some = [row for row in rows if row[name] is not None]
+    some = [row for row in rows if row.get(name) is not None]
     edits = [row["edits"] for row in some]
     means = [scale * row[name]["mean"] for row in some]
     wide = [scale * row[name]["deviation"] for row in some]
-    colour = COLOURS.get(variant, "C5")
-    axes.plot(edits, means, marker=MARKS.get(variant, "o"), markersize=4, label=label, color=colour)
+    axes.plot(edits, means, marker=mark, markersize=4, label=label, color=colour)
     low = [mean - one for mean, one in zip(means, wide, strict=True)]
     high = [mean + one for mean, one in zip(means, wide, strict=True)]
     axes.fill_between(edits, low, high, alpha=0.18, linewidth=0, color=colour)
@@ -79,7 +81,7 @@ def _scaling(found: dict[str, Any]) -> Figure:
     for axes, (name, title) in zip(panels, PANELS.items(), strict=True):
         for variant in names:
             rows = [row for row in found["rows"] if row["variant"] == variant]
-            _band(axes, rows, name, 100, rows[0]["label"], variant)
+            _band(axes, rows, name, 100, rows[0]["label"], COLOURS.get(variant, "C5"), MARKS.get(variant, "o"))
         befores = [row[f"{name}_before"]["mean"] for row in found["rows"] if row[f"{name}_before"]]
         if befores:
             axes.axhline(100 * sum(befores) / len(befores), color="grey", linestyle=":", label="unedited")
@@ -130,7 +132,7 @@ def _cancellation(found: dict[str, Any]) -> Figure:
     figure, (axes,) = _figure(1, width=4.6)
     for variant in dict.fromkeys(row["variant"] for row in found["rows"]):
         rows = [row for row in found["rows"] if row["variant"] == variant]
-        _band(axes, rows, "mean_residual", 1, rows[0]["label"], variant)
+        _band(axes, rows, "mean_residual", 1, rows[0]["label"], COLOURS.get(variant, "C5"))
     axes.set_yscale("log")
     _over_edits(axes, [row["edits"] for row in found["rows"]])
     axes.set_ylabel("mean residual MR (no unit)")
@@ -141,11 +143,9 @@ def _cancellation(found: dict[str, Any]) -> Figure:
 
 def _memory(found: dict[str, Any]) -> Figure:
     figure, (axes,) = _figure(1, width=4.6)
-    for place, (way, label) in enumerate(_WAYS.items()):
+    for place, (way, label) in enumerate(WAYS.items()):
         rows = [row for row in found["rows"] if row["way"] == way]
-        good = [row for row in rows if "peak_mb" in row]
-        axes.plot([row["edits"] for row in good], [row["peak_mb"] for row in good], "os"[place] + "-", label=label,
-                  color=f"C{place}")  # fmt: skip
+        _band(axes, rows, "peak_mb", 1, label, f"C{place}", "os"[place])
         for row in rows:
             if "ran_out" in row:
                 axes.plot(row["edits"], 1024 * row["ran_out"], "x", color=f"C{place}")
@@ -153,8 +153,8 @@ def _memory(found: dict[str, Any]) -> Figure:
     _over_edits(axes, [row["edits"] for row in found["rows"]])
     axes.set_ylim(bottom=0)
     axes.set_ylabel("peak memory of the process (MB)")
-    axes.set_title(f"One meta-training step · {found['model']} · one process each, seed {found['seed']}", fontsize=9)
     axes.legend(fontsize=8)
+    _title(figure, found, "One meta-training step, one process each")
     return figure
 
 

@@ -24,14 +24,14 @@ _BATCHES = {"token_budget": 512, "hypernet_rows": 512, "cache_mb": 0}  # of the 
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_TRIM_THRESHOLD_": "1000000"}
 
 
-def measure_memory(config: Config, way: str, edits: int, limit_gb: float) -> dict[str, Any]:
+def measure_memory(config: Config, way: str, edits: int, seed: int, limit_gb: float) -> dict[str, Any]:
     """The peak of a step in MB, what the process held before it, or that it ran out."""
-    raw = config.model_dump(mode="json")
+    raw = config.model_dump(mode="json") | {"seed": seed}
     raw["model"]["device"] = "cpu"  # a process's peak says nothing of a GPU's memory
     raw["batch"] |= _BATCHES
     asked = json.dumps({"config": raw, "way": way, "edits": edits, "limit_gb": limit_gb})
     command = [sys.executable, "-m", "malmen.tune.experiments.memory"]
-    row: dict[str, Any] = {"way": way, "edits": edits}
+    row: dict[str, Any] = {"way": way, "edits": edits, "seed": seed}
     environment = {**os.environ, **_ALLOCATOR}
     try:
         found = subprocess.run(

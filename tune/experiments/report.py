@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from malmen.files import whole_file
-from malmen.tune.experiments.findings import added_mb, findings
+from malmen.tune.experiments.findings import findings
 from malmen.tune.experiments.settings import KINDS
 
 REPORT = "report.html"
@@ -106,7 +106,8 @@ def _page(found: dict[str, Any], about: dict[str, Any], results: Path) -> str:
 teacher-forced; “gen.” are whole answers, decoded greedily, “ended” those of them after which the text ends. Agreement
 is the share of unrelated tokens that the edited model predicts as the unedited one does, “agreement gen.” that of whole
 generated texts. The harmonic mean is of ES, GS, and LS as a share of the unedited
-model's. ± is the standard deviation over the seeds {", ".join(map(str, experiment["seeds"]))}.</p>
+model's. ± is the standard deviation over the seeds {", ".join(map(str, experiment["seeds"]))}.
+Measured by {html.escape("; ".join(about["code"]))}.</p>
 <h2>What was expected</h2><ul>{checks}</ul>
 {sections}
 <h2>Settings</h2><details><summary>all of them</summary><pre>{settings}</pre></details>
@@ -164,7 +165,7 @@ def _number(name: str, value: dict[str, Any] | None) -> str:
 def _memory(found: dict[str, Any]) -> str:
     rows = "".join(
         f"<tr><td>{row['way']}</td><td>{row['edits']}</td><td>{_peak(row)}</td>"
-        f"<td>{f'{added_mb(row):.0f}' if 'peak_mb' in row else '–'}</td></tr>"
+        f"<td>{_megabytes(row['added_mb']) if 'peak_mb' in row else '–'}</td></tr>"
         for row in found["rows"]
     )
     head = "".join(f"<th>{text}</th>" for text in ("way", "edits", "peak (MB)", "added by the step (MB)"))
@@ -173,8 +174,12 @@ def _memory(found: dict[str, Any]) -> str:
 
 def _peak(row: dict[str, Any]) -> str:
     if "peak_mb" in row:
-        return f"{row['peak_mb']:.0f}"
+        return _megabytes(row["peak_mb"])
     return f"more than {row['ran_out']:g} GB" if "ran_out" in row else html.escape(row["error"])
+
+
+def _megabytes(value: dict[str, Any]) -> str:
+    return f"{value['mean']:.0f} ± {value['deviation']:.0f}"
 
 
 def _failures(found: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from malmen.config import Config
 from malmen.files import whole_file
 from malmen.tune.experiments.cells import Cell, Cells
 from malmen.tune.experiments.figures import draw
+from malmen.tune.experiments.memory import WAYS
 from malmen.tune.experiments.settings import ExperimentConfig
 from malmen.tune.experiments.variants import ROUNDS, Variant, ablation, cancelling, method_variant, recipe
 
@@ -102,12 +103,25 @@ def _rounds(settings: ExperimentConfig, config: Config, store: Cells) -> dict[st
 
 def _memory(settings: ExperimentConfig, config: Config, store: Cells) -> dict[str, Any]:
     path = store.folder / "cells" / "memory.json"
-    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    asked = [row for row in rows if row["edits"] in settings.memory_edits]
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    rows = []
+    for way in WAYS:
+        for edits in sorted(settings.memory_edits):
+            some = [row for row in found if (row["way"], row["edits"]) == (way, edits)]
+            some = [row for row in some if row["seed"] in settings.seeds]
+            if some:
+                rows.append({"way": way, "edits": edits, **memory_summary(some)})
+    return {"rows": rows, "limit_gb": settings.memory_gb}
+
+
+def memory_summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Mean and deviation over seeds, in MB; if one ran out or failed, that is what is told of all."""
+    for why in ("ran_out", "error"):
+        if lost := [row[why] for row in rows if why in row]:
+            return {why: lost[0]}
     return {
-        "rows": sorted(asked, key=lambda row: row["edits"]),
-        "limit_gb": settings.memory_gb,
-        "seed": config.seed,
+        "peak_mb": spread([row["peak_mb"] for row in rows]),
+        "added_mb": spread([row["peak_mb"] - row["before_mb"] for row in rows]),  # by the step
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from malmen.tune.experiments.findings import findings
+from malmen.tune.experiments.results import memory_summary
 
 
 def row(variant: str, edits: int, score: float | None, residual: float = 1.0, **more: Any) -> dict[str, Any]:
@@ -65,15 +66,17 @@ def test_what_failed_is_told_as_not_holding() -> None:
 
 def test_memory_is_flat_only_if_it_is() -> None:
     def rows(last: float | None, graph: dict[str, float]) -> list[dict[str, Any]]:
-        mine = {"peak_mb": last, "before_mb": 100.0} if last is not None else {"error": "killed"}
         return [
-            {"way": "decomposed", "edits": 32, "peak_mb": 150.0, "before_mb": 100.0},
-            {"way": "decomposed", "edits": 512, **mine},
-            {"way": "concatenated", "edits": 32, "peak_mb": 180.0, "before_mb": 100.0},
+            {"way": "decomposed", "edits": 32, **peaks(148.0, 152.0)},
+            {"way": "decomposed", "edits": 512, **({"error": "killed"} if last is None else peaks(last, last))},
+            {"way": "concatenated", "edits": 32, **peaks(180.0, 180.0)},
             {"way": "concatenated", "edits": 512, **graph},
         ]
 
-    large = {"peak_mb": 680.0, "before_mb": 100.0}
+    def peaks(*seeds: float) -> dict[str, Any]:
+        return memory_summary([{"peak_mb": peak, "before_mb": 100.0} for peak in seeds])
+
+    large = peaks(660.0, 700.0)
     ((text, held),) = findings({"memory": {"rows": rows(190.0, large)}})
     assert held and "from 50 to 90 MB" in text and "from 80 to 580 MB" in text
     ((_, held),) = findings({"memory": {"rows": rows(210.0, large)}})

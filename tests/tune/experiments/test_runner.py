@@ -25,8 +25,14 @@ from malmen.tune.experiments.cells import Cell, Cells, cells_of
 from malmen.tune.experiments.figures import draw
 from malmen.tune.experiments.memory import measure_memory
 from malmen.tune.experiments.report import _scores, write_report
-from malmen.tune.experiments.results import write_results
-from malmen.tune.experiments.runner import ExperimentListener, base_config, begin_folder, run_experiments
+from malmen.tune.experiments.results import memory_summary, write_results
+from malmen.tune.experiments.runner import (
+    ExperimentListener,
+    base_config,
+    begin_folder,
+    code_version,
+    run_experiments,
+)
 from malmen.tune.experiments.settings import ExperimentConfig, load_experiment
 from malmen.tune.experiments.variants import Variant, all_variants, method_variant
 
@@ -226,6 +232,18 @@ def test_a_corpus_that_has_changed_needs_another_folder(settings: ExperimentConf
         begin_folder(tmp_path / "experiment", chosen, base_config(chosen))
 
 
+def test_measurements_of_other_code_are_gone_on_with_and_told(settings: ExperimentConfig, tmp_path: Path) -> None:
+    folder, about = tmp_path / "experiment", tmp_path / "experiment" / "experiment.json"
+    assert begin_folder(folder, settings, base_config(settings)) is None
+    assert begin_folder(folder, settings, base_config(settings)) is None
+    known = json.loads(about.read_text())
+    assert known["code"] == [code_version()]
+    about.write_text(json.dumps({**known, "code": ["malmen 0.0.9, source abcdef"]}))
+    remark = begin_folder(folder, settings, base_config(settings))
+    assert remark and "malmen 0.0.9, source abcdef" in remark and code_version() in remark
+    assert f"malmen 0.0.9, source abcdef; {code_version()}" in write_report(folder).read_text()
+
+
 def test_held_out_facts_of_another_matter_are_refused_before_anything_runs(
     settings: ExperimentConfig, tmp_path: Path
 ) -> None:
@@ -316,21 +334,23 @@ def test_the_memory_of_a_step_is_measured_and_running_out_is_told(settings: Expe
     config = base_config(settings)
     training = config.training.model_copy(update={"min_edits": 2, "num_edits": 4})
     config = config.model_copy(update={"training": training})  # editors that have seen different numbers of edits
-    found = measure_memory(config, "concatenated", 16, 4.0)  # it asserts that the step has 16
+    found = measure_memory(config, "concatenated", 16, 0, 4.0)  # it asserts that the step has 16
     assert found["peak_mb"] >= found["before_mb"] > 50
-    assert measure_memory(config, "decomposed", 4, 0.05) == {"way": "decomposed", "edits": 4, "ran_out": 0.05}
+    lost = measure_memory(config, "decomposed", 4, 1, 0.05)
+    assert lost == {"way": "decomposed", "edits": 4, "seed": 1, "ran_out": 0.05}
 
 
 def test_a_picture_can_be_drawn_again_from_its_json_alone(tmp_path: Path) -> None:
+    held, lost = {"peak_mb": 100.0, "before_mb": 80.0}, {"ran_out": 4.0}
     rows = [
         {
             "way": way,
             "edits": edits,
-            **({"ran_out": 4.0} if way == "concatenated" and edits == 64 else {"peak_mb": 100.0}),
+            **memory_summary([lost if way == "concatenated" and edits == 64 else held, held]),
         }
         for way in ("decomposed", "concatenated")
         for edits in (32, 64)
     ]
-    found = json.loads(json.dumps({"experiment": "memory", "model": "builtin", "seeds": [0], "seed": 0, "rows": rows}))
+    found = json.loads(json.dumps({"experiment": "memory", "model": "builtin", "seeds": [0, 1], "rows": rows}))
     assert [path.suffix for path in draw(found, tmp_path)] == [".png", ".svg"]
     assert (tmp_path / "memory.svg").stat().st_size > 1000
