@@ -48,6 +48,17 @@ class EditorConfig(Section):
     blocks: int = Field(default=2, ge=0, description="residual blocks of the hyper-network")
     edit_lr: float = Field(default=1e-6, gt=0, description="initial η, learned per layer")
     damping: float = Field(default=1.0, gt=0, description="initial λ_ℓ, learned per layer")
+    preserved_weight: float = Field(
+        default=0.0,
+        ge=0,
+        description="w of w·E‖Su‖², added to the least squares, over keys u of unrelated training facts; 0: the paper",
+    )
+    preserved_facts: int = Field(default=2048, gt=0, description="how many such facts, at most")
+
+    @property
+    def preserving(self) -> bool:
+        """Whether keys are preserved: a sum of shifts solves no equation that they could join."""
+        return self.preserved_weight > 0 and self.aggregation == "least_squares"
 
 
 class TrainingConfig(Section):

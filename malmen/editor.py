@@ -57,6 +57,7 @@ class Editor(nn.Module):
                     num_blocks=settings.blocks,
                     edit_lr=settings.edit_lr,
                     damping=settings.damping,
+                    preserving=settings.preserving,
                 )
                 for shape, members in self.groups.items()
             }
@@ -101,6 +102,14 @@ class Editor(nn.Module):
             net, index = self._find(name)
             net.norm.merge(index, statistics)
 
+    @torch.no_grad()
+    def preserve(self, moments: Mapping[str, Tensor]) -> None:
+        """E[u uᵀ] of some layers (key, key): keys whose outputs shall stay, weighed by `editor.preserved_weight`."""
+        for name, moment in moments.items():
+            net, index = self._find(name)
+            assert net.moments is not None, "editor.preserved_weight is 0"
+            net.moments[index] = moment
+
     def damping(self) -> dict[str, float]:
         """λ_ℓ by layer."""
         if not self.config.editor.regularisation:
@@ -123,7 +132,8 @@ class Editor(nn.Module):
         damping = self.damping()
         for name, diffs in solved.value_diffs.items():
             try:
-                solved.solutions[name] = self.shards.solve(name, traces[name].keys, diffs, damping[name])
+                keys, preserved = traces[name].keys, self._preserved(name)
+                solved.solutions[name] = self.shards.solve(name, keys, diffs, damping[name], preserved)
             except EditError as error:
                 raise EditError(f"layer {name}: {error}") from error
             solved.shifts[name] = solved.solutions[name].shift
@@ -154,7 +164,9 @@ class Editor(nn.Module):
         if self.config.editor.aggregation == "sum":
             return {name: equation.cross.clone() for name, equation in equations.items()}
         damping = self.damping()
-        return {name: equation.solve(damping[name]).shift for name, equation in equations.items()}
+        return {
+            name: equation.solve(damping[name], self._preserved(name)).shift for name, equation in equations.items()
+        }
 
     def backward(self, solved: Solved, shift_grads: Mapping[str, Tensor]) -> None:
         """Stages (v)–(vii): add ∇_θ L_meta, given ∇_W̃ L_meta of each layer, to the gradients of θ."""
@@ -285,6 +297,18 @@ class Editor(nn.Module):
         if net.log_damping.grad is None:
             net.log_damping.grad = torch.zeros_like(net.log_damping)
         net.log_damping.grad[index] += grad.to(net.log_damping)
+
+    def _preserved(self, name: str) -> Tensor | None:
+        """wC of a layer (key, key), if keys are preserved."""
+        net, index = self._find(name)
+        if net.moments is None:
+            return None
+        if not bool(torch.isfinite(net.moments[index]).all()):
+            raise EditError(
+                f"editor.preserved_weight is {self.config.editor.preserved_weight:g}, but this editor was not told "
+                "which keys to preserve: make it with malmen.training.make_editor, or call its `preserve`"
+            )
+        return self.config.editor.preserved_weight * net.moments[index].double()
 
     def _find(self, name: str) -> tuple[HyperNetwork, int]:
         for shape, members in self.groups.items():

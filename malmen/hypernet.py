@@ -100,6 +100,7 @@ class HyperNetwork(nn.Module):
         num_blocks: int = 2,
         edit_lr: float = 1e-6,
         damping: float = 1.0,
+        preserving: bool = False,
     ) -> None:
         super().__init__()
         self.key_size, self.value_size = key_size, value_size
@@ -108,6 +109,11 @@ class HyperNetwork(nn.Module):
         self.blocks = nn.ModuleList(LowRankBlock(num_layers, num_features, rank) for _ in range(num_blocks))
         self.log_edit_lr = nn.Parameter(torch.full((num_layers,), math.log(edit_lr)))
         self.log_damping = nn.Parameter(torch.full((num_layers,), math.log(damping)))
+        # E[u uᵀ] of the keys to preserve, as `Editor.preserve` is given it. Rounded to θ's type: that is another such
+        # matrix, within 1e-7 of it, and λ keeps the equation definite.
+        moments = torch.full((num_layers, key_size, key_size), torch.nan) if preserving else None
+        self.moments: Tensor | None
+        self.register_buffer("moments", moments)
 
     def features(self, keys: Tensor, value_grads: Tensor) -> Tensor:
         """Keys and value gradients as the network's input (tokens, key + value)."""

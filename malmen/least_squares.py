@@ -5,6 +5,9 @@
 The first form factorises a (key, key) matrix, the second a (token, token) matrix; they are equal and
 the smaller one is used. Either way one Cholesky factor in float64 serves S*, the pullback of its
 gradient (Theorem 1) and dL/dλ (Theorem 2). Rows are tokens: `keys` is Uᵀ and `value_diffs` is Dᵀ.
+
+Beyond the paper, keys whose outputs are to stay as they are may be named by their second moment C = E[uuᵀ]: then
+w E‖Su‖² joins the sum, and UUᵀ + wC stands for UUᵀ everywhere above. `preserved` is wC; with it the first form is used.
 """
 
 from __future__ import annotations
@@ -44,9 +47,9 @@ class NormalEquation:
     def __sub__(self, other: NormalEquation) -> NormalEquation:
         return NormalEquation(self.gram - other.gram, self.cross - other.cross)
 
-    def solve(self, damping: float) -> PrimalSolution:
+    def solve(self, damping: float, preserved: Tensor | None = None) -> PrimalSolution:
         """S* by a (key, key) factorisation."""
-        factor = _cholesky(self.gram, damping)
+        factor = _cholesky(self.gram if preserved is None else self.gram + preserved, damping)
         return PrimalSolution(torch.cholesky_solve(self.cross.T, factor).T, factor)
 
 
@@ -68,13 +71,13 @@ class Pullback:
 
 @dataclass(frozen=True)
 class PrimalSolution:
-    """S* and the factor of UUᵀ + λI."""
+    """S* and the factor of UUᵀ + λI (+ wC)."""
 
     shift: Tensor  # S* (value, key)
     factor: Tensor  # lower Cholesky factor (key, key)
 
     def pull_back(self, shift_grad: Tensor, _keys: Tensor) -> Pullback:
-        """M = ∇_S L (UUᵀ + λI)⁻¹ and dL/dλ = −tr(M S*ᵀ)."""
+        """M = ∇_S L (UUᵀ + λI)⁻¹ and dL/dλ = −tr(M S*ᵀ); the same with wC, which depends on neither D nor λ."""
         pullback = torch.cholesky_solve(shift_grad.double().T, self.factor).T
         return Pullback(-(pullback * self.shift).sum(), pullback=pullback)
 
@@ -104,11 +107,16 @@ class DualSolution:
 Solution = PrimalSolution | DualSolution
 
 
-def solve_least_squares(keys: Tensor, value_diffs: Tensor, damping: float) -> Solution:
+def solve_least_squares(keys: Tensor, value_diffs: Tensor, damping: float, preserved: Tensor | None = None) -> Solution:
     """S* for these tokens, in the cheaper of the two forms."""
-    if keys.shape[0] < keys.shape[1]:
+    if is_dual(keys.shape[0], keys.shape[1], preserved is not None):
         return DualSolution.of(keys, value_diffs, damping)
-    return NormalEquation.of(keys, value_diffs).solve(damping)
+    return NormalEquation.of(keys, value_diffs).solve(damping, preserved)
+
+
+def is_dual(num_tokens: int, key_size: int, preserving: bool) -> bool:
+    """Which form is used: the second where it is smaller, and can be."""
+    return num_tokens < key_size and not preserving
 
 
 def _cholesky(gram: Tensor, damping: float) -> Tensor:

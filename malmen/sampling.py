@@ -105,6 +105,18 @@ def check_facts(
                 (encode or encoder.encode)(fact)
 
 
+def preserved_facts(config: Config, records: Iterable[EditRecord]) -> list[Fact]:
+    """Unrelated training facts whose keys an edit is to leave alone: different ones, drawn by the seed."""
+    facts = list(dict.fromkeys(fact for record in records for fact in record.unrelated))
+    if not facts:
+        raise EditError(
+            f"editor.preserved_weight is {config.editor.preserved_weight:g}, but the records of {config.data.train} "
+            "have no unrelated facts whose keys could be preserved: add some, or set it to 0"
+        )
+    random.Random(f"preserved/{config.seed}").shuffle(facts)
+    return facts[: config.editor.preserved_facts]
+
+
 def unrelated_to_all(records: Sequence[EditRecord]) -> list[list[Fact]]:
     """Each record's unrelated tuples without those that another record edits: ∩ U(x_i, y_i), eq. 1."""
     touched = {fact.prompt for record in records for fact in (record.edit, *record.equivalents)}

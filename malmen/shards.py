@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from malmen.hypernet import Statistics
-from malmen.least_squares import DualSolution, NormalEquation, Pullback, Solution, solve_least_squares
+from malmen.least_squares import DualSolution, NormalEquation, Pullback, Solution, is_dual, solve_least_squares
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,10 @@ class Shards(Protocol):
     def gather_statistics(self, mine: Mapping[str, Statistics]) -> Iterable[tuple[str, Statistics]]:
         """Everybody's statistics, by layer, in the same order everywhere."""
 
-    def solve(self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float) -> SolvedShard:
-        """S* for all tokens of the layer, given one's own."""
+    def solve(
+        self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float, preserved: Tensor | None
+    ) -> SolvedShard:
+        """S* for all tokens of the layer, given one's own; everybody knows the keys to preserve."""
 
     def sum_shift(self, layer: str, shift: Tensor) -> Tensor:
         """The sum of everybody's shift of the layer (MEND's way of merging)."""
@@ -86,9 +88,11 @@ class Alone:
         """One's own."""
         return mine.items()
 
-    def solve(self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float) -> Solution:
+    def solve(
+        self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float, preserved: Tensor | None
+    ) -> Solution:
         """The least-squares problem as it is."""
-        return solve_least_squares(keys, value_diffs, damping)
+        return solve_least_squares(keys, value_diffs, damping, preserved)
 
     def sum_shift(self, layer: str, shift: Tensor) -> Tensor:
         """One's own."""
@@ -148,13 +152,15 @@ class ProcessGroupShards:
                 count, mean, squares = vector.split((1, self.features[layer], self.features[layer]))
                 yield layer, Statistics(count[0], mean, squares)
 
-    def solve(self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float) -> SolvedShard:
+    def solve(
+        self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float, preserved: Tensor | None
+    ) -> SolvedShard:
         """By rows where there are few, else by the sums of the normal equation."""
         if layer not in self.groups:
-            return solve_least_squares(keys, value_diffs, damping)
+            return solve_least_squares(keys, value_diffs, damping, preserved)
         group = self.groups[layer]
         counts = self._counts(layer, len(keys))
-        if sum(counts) < keys.shape[1]:  # (tokens, key) is then less to send than (key, key)
+        if is_dual(sum(counts), keys.shape[1], preserved is not None):  # then (tokens, key) is less to send
             all_keys, all_diffs = _gather_rows(keys, counts, group), _gather_rows(value_diffs, counts, group)
             first = sum(counts[: self.members[layer].index(self.world_rank)])
             solution = DualSolution.of(all_keys, all_diffs, damping)
@@ -162,7 +168,7 @@ class ProcessGroupShards:
         equation = NormalEquation.of(keys, value_diffs)
         dist.all_reduce(equation.gram, group=group)
         dist.all_reduce(equation.cross, group=group)
-        return equation.solve(damping)
+        return equation.solve(damping, preserved)
 
     def sum_shift(self, layer: str, shift: Tensor) -> Tensor:
         """Over those who have tokens of the layer."""

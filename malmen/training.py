@@ -18,7 +18,8 @@ from malmen.data.subjects import edits_of
 from malmen.editor import Editor, seeded_editor
 from malmen.errors import EditError
 from malmen.evaluate import Evaluation, evaluate
-from malmen.facts import fact_encoder
+from malmen.facts import encode_batches, fact_encoder
+from malmen.key_sums import KeySums
 from malmen.layers import find_layers
 from malmen.lm import LanguageModel, load_lm
 from malmen.meta import StepReport, meta_step
@@ -29,6 +30,7 @@ from malmen.sampling import (
     check_held_out,
     compatible_records,
     data_fingerprint,
+    preserved_facts,
     shared_facts,
     training_records,
     validation_records,
@@ -110,8 +112,14 @@ def _is_measured(training: TrainingConfig, step: int) -> bool:
 
 
 def make_editor(lm: LanguageModel, config: Config) -> Editor:
-    """A fresh editor, drawn from the config's seed."""
-    return seeded_editor(find_layers(lm.model, config.editor.layers, config.editor.ffn), config).to(lm.device)
+    """A fresh editor, drawn from the config's seed; if keys are to be preserved, it knows them."""
+    editor = seeded_editor(find_layers(lm.model, config.editor.layers, config.editor.ffn), config).to(lm.device)
+    if config.editor.preserving:
+        sums = KeySums(lm, editor.layers)
+        for batch in encode_batches(lm, preserved_facts(config, training_records(config)(0)), config):
+            sums.read(batch)
+        editor.preserve(sums.moments())
+    return editor
 
 
 def evaluate_editor(

@@ -220,6 +220,28 @@ def world_build(
         raise EditError(f"the model in {out} knows less than 99 % of its facts; train it for more epochs")
 
 
+@world_app.command("records")
+def world_write(
+    split: Annotated[Literal["train", "validation"], typer.Option(help="people of training, or those held out")],
+    out: Annotated[Path, typer.Option(help="the file, JSONL")],
+    seed: Annotated[int, typer.Option(help="of the new answers")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Write edit records of the built-in world to a file: to look at, or to choose settings on people of training."""
+    from malmen.data.readers import write_records
+    from malmen.data.world import world_records
+    from malmen.platform.output import out as console
+    from malmen.platform.output import print_json
+
+    records = world_records(split, seed=seed)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_records(out, records)
+    if as_json:
+        print_json({"file": str(out), "records": len(records)})
+    else:
+        console.print(f"{out}: {len(records)} records", highlight=False)
+
+
 def _version(show: bool) -> None:
     if show:
         print(__version__)

@@ -126,6 +126,11 @@ class HypernetActor:
         self._observed, self._report = snapshot["observed"], snapshot["report"]
         self.fresh = False
 
+    def put_moment(self, generation: str, layer: str, moment: Any) -> None:
+        """E[u uᵀ] of the keys to preserve in a layer. All actors hold all layers', for the first one saves them."""
+        self._check(generation)
+        self.editor.preserve({layer: to_tensor(moment)})
+
     # --- one step ---------------------------------------------------------------------------------------
 
     def put_traces(self, generation: str, step: int, sender: int, parts: Arrays) -> None:

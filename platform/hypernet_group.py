@@ -56,6 +56,12 @@ class HypernetGroup:
         actors = [remote.remote(config, layers, threads) for _ in range(config.cluster.hypernet_actors)]
         return cls(actors, layers, config, run)
 
+    def put_moments(self, moments: Mapping[str, Tensor]) -> None:
+        """The keys to preserve, to every actor, one layer after the other: E[u uᵀ] may be large."""
+        for name, moment in moments.items():
+            ref = ray.put(to_array(moment))
+            self._get([actor.put_moment.remote(self.generation, name, ref) for actor in self.actors])
+
     # --- one step, from an LM rank ------------------------------------------------------------------------
 
     def put_traces(self, step: int, sender: int, traces: Traces) -> None:

@@ -18,13 +18,14 @@ from malmen.data.tokens import EncodedFact, TokenBatch, make_batches
 from malmen.errors import EditError
 from malmen.evaluate import Evaluation, evaluate, predict_batches
 from malmen.facts import fact_encoder
+from malmen.key_sums import KeySums
 from malmen.layers import find_layers
 from malmen.lm import load_lm
 from malmen.meta import MetaBatch, check_finite, leaf_grads, make_leaves, meta_backward
 from malmen.platform.cluster import on_own_device
 from malmen.platform.hypernet_group import HypernetLost
 from malmen.platform.sharding import load_sharded_lm
-from malmen.sampling import Sampler, training_records
+from malmen.sampling import Sampler, preserved_facts, training_records
 from malmen.trace import Traces, trace_facts
 
 T = TypeVar("T")
@@ -57,6 +58,17 @@ class LMWorker:
         """(i)–(ii) Keys and value gradients of this rank's share of the edits."""
         tokens = self.config.editor.tokens
         return trace_facts(self.lm, self.layers, self._share(facts), tokens, self._cut, self.caches.get(role))
+
+    def key_moments(self) -> dict[str, Tensor]:
+        """E[u uᵀ] of the keys that edits are to leave alone; each rank reads its share, all get the whole."""
+        facts = preserved_facts(self.config, self.sampler.records(0))
+        sums = KeySums(self.lm, self.layers)
+        for batch in self._cut(self._share([self.encoder.encode(fact) for fact in facts])):
+            sums.read(batch)
+        for layer in self.layers:
+            self._sum(sums.sums[layer.name])
+            self._sum(sums.counts[layer.name])
+        return sums.moments()
 
     def meta_backward(
         self, step: int, batch: MetaBatch, shifts: Mapping[str, Tensor]

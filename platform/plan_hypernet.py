@@ -13,7 +13,7 @@ from malmen.data.tokens import EncodedFact
 from malmen.editor import Editor, HypernetRows
 from malmen.hypernet import Statistics
 from malmen.layers import LayerSpec
-from malmen.least_squares import DualSolution, NormalEquation, solve_least_squares
+from malmen.least_squares import DualSolution, NormalEquation, is_dual, solve_least_squares
 from malmen.platform.plan_meter import Cost, Meter
 from malmen.shards import PartOfDual, Share, SolvedShard, divide
 from malmen.trace import LayerTrace, Traces
@@ -39,8 +39,8 @@ def find_equations(config: Config, layers: list[LayerSpec], edits: Sequence[Enco
     found = []
     for layer in layers:
         tokens = sum(fact.num_traced(layer.stack, config.editor.tokens) for fact in edits)
-        size = min(tokens, layer.key_size)
-        form = "dual" if tokens < layer.key_size else "primal"
+        dual = is_dual(tokens, layer.key_size, config.editor.preserving)
+        size, form = (tokens, "dual") if dual else (layer.key_size, "primal")
         found.append(Equation(layer.name, form, size, 8 * size**2, 8 * size**2))
     return found
 
@@ -50,7 +50,7 @@ class RehearsedHypernet:
     """One actor's share of a step, in bytes; of several actors that which needs most."""
 
     theta: int = 0  # the parameters
-    norms: int = 0  # the normalisers' statistics
+    norms: int = 0  # the normalisers' statistics, and the moments of keys to preserve
     adam: int = 0
     features: int = 0  # keys and value gradients
     value_diffs: int = 0
@@ -155,16 +155,18 @@ class _Shards:
         """One's own: the others' are vectors."""
         return mine.items()
 
-    def solve(self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float) -> SolvedShard:
+    def solve(
+        self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float, preserved: Tensor | None
+    ) -> SolvedShard:
         """As `ProcessGroupShards` does it."""
         count, key_size, value_size = self.counts[layer], keys.shape[1], value_diffs.shape[1]
-        dual = count < key_size
+        dual = is_dual(count, key_size, preserved is not None)
         size = count if dual else key_size
         self.kept += 8 * size * (size + (value_size if dual else 0))  # the factor, and the dual's weights
         self.pullbacks += 8 * size * value_size
         self.forms.add("dual" if dual else "primal")
         if self.holders[layer] == 1:
-            return solve_least_squares(keys, value_diffs, damping)
+            return solve_least_squares(keys, value_diffs, damping, preserved)
         if dual:
             all_keys, all_diffs = (part.new_empty(count, part.shape[1]) for part in (keys, value_diffs))
             self.gathered += _bytes((all_keys, all_diffs))
@@ -172,7 +174,7 @@ class _Shards:
             return PartOfDual(DualSolution.of(all_keys, all_diffs, damping), all_keys, slice(0, len(keys)))
         equation = NormalEquation.of(keys, value_diffs)
         self.gathered += _bytes((equation.gram, equation.cross))
-        return equation.solve(damping)
+        return equation.solve(damping, preserved)
 
     def sum_shift(self, layer: str, shift: Tensor) -> Tensor:
         """One's own is as large as the sum."""

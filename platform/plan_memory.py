@@ -88,6 +88,9 @@ def lm_role(config: Config, planned: PlannedLM, facts: StepFacts, found: Rehears
     role.add("shifts and their gradients", most.shifts)
     role.add("W + S, or S in the LM's type", most.merged)
     role.add("activations and logits of a micro-batch", most.total - most.traces - most.shifts - most.merged)
+    if config.editor.preserving:  # sums and means in float64, gone when the first step begins
+        sums = 2 * 8 * sum(layer.key_size**2 for layer in planned.layers)
+        role.add("moments of the keys to preserve, before the first step", sums - most.total)
     role.add("cache of what recurs", cache_bytes(config, planned, facts))
     if device == "cpu":
         role.add("records and their tokens", facts.num_records * _RECORD + _num_encoded(config, facts) * _FACT)
@@ -102,7 +105,7 @@ def hypernet_role(config: Config, found: RehearsedHypernet, device: str) -> Role
     _base(role)
     role.add("θ", found.theta)
     role.add("Adam", found.adam)
-    role.add("normalisers", found.norms)
+    role.add("normalisers" + (", moments of the keys to preserve" if config.editor.preserving else ""), found.norms)
     held = {
         "keys and value gradients": found.features,
         "value_diffs": found.value_diffs,

@@ -80,7 +80,9 @@ class Rank:
         while True:
             try:
                 if not restored:
-                    step, traces, restored = self._go_on(step), None, True
+                    step, traces = self._go_on(step), None
+                    self._preserve(step)
+                    restored = True
                 if step > furthest:  # losses that are far apart end no run
                     furthest, losses = step, 0
                 self._save_and_evaluate(step)
@@ -117,6 +119,16 @@ class Rank:
             if stepped:
                 self._record_step(done, stepped, sum(stepped.report.seconds.values()))
         return done
+
+    def _preserve(self, step: int) -> None:
+        """Tell the actors which keys to preserve, when a run begins; later a peer or a checkpoint does."""
+        if step or not self.loop.config.editor.preserving:
+            return
+        self.worker.note("reading the texts whose keys are preserved")
+        moments = self.worker.key_moments()
+        with self.worker.together("sending the keys to preserve"):
+            if self.worker.world_rank == 0:
+                self.group.put_moments(moments)
 
     def _recover(self) -> int:
         """All actors equal and ready; all ranks know the step they are at."""

@@ -43,7 +43,7 @@ def concatenated_backward(lm: LanguageModel, editor: Editor, batch: MetaBatch) -
     for shape, members in editor.groups.items():
         net = cast(HyperNetwork, editor.nets[shape])
         for index, layer in enumerate(members):
-            shifts[layer.name] = _shift(net, index, traces[layer.name]).to(lm.dtype)
+            shifts[layer.name] = _shift(net, index, traces[layer.name], settings.preserved_weight).to(lm.dtype)
     with torch.no_grad():
         reference = lm.log_probs(unrelated)
     with edited(lm, shifts):
@@ -52,15 +52,16 @@ def concatenated_backward(lm: LanguageModel, editor: Editor, batch: MetaBatch) -
     (loss + editor.config.training.locality_coef * drift).backward()  # type: ignore[no-untyped-call]
 
 
-def _shift(net: HyperNetwork, index: int, found: LayerTrace) -> Tensor:
+def _shift(net: HyperNetwork, index: int, found: LayerTrace, preserved_weight: float) -> Tensor:
     """S* of a layer, with its graph; by the smaller of the two forms."""
     members = torch.full((len(found.keys),), index, device=found.keys.device)
     keys = found.keys.to(net.log_edit_lr)
     pseudo_keys, scaled_grads = net(members, keys, found.value_grads)
     diffs = ((pseudo_keys * keys).sum(-1, keepdim=True) * scaled_grads).double()
     rows, damping = found.keys.double(), net.log_damping[index].double().exp()
-    if len(rows) < rows.shape[1]:
+    if len(rows) < rows.shape[1] and net.moments is None:
         factor = torch.linalg.cholesky(rows @ rows.T + damping * torch.eye(len(rows)).to(rows))
         return torch.cholesky_solve(diffs, factor).T @ rows
-    factor = torch.linalg.cholesky(rows.T @ rows + damping * torch.eye(rows.shape[1]).to(rows))
+    gram = rows.T @ rows if net.moments is None else rows.T @ rows + preserved_weight * net.moments[index].double()
+    factor = torch.linalg.cholesky(gram + damping * torch.eye(rows.shape[1]).to(rows))
     return torch.cholesky_solve(rows.T @ diffs, factor).T

@@ -14,18 +14,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from malmen.data.tokens import EncodedFact, make_batches
 from malmen.errors import EditError
+from malmen.key_sums import KeySums
 from malmen.layers import LayerSpec
 from malmen.lm import LanguageModel
-from malmen.trace import rows_at
 
 _TEXTS_AT_ONCE = 256
 
@@ -64,19 +62,14 @@ def key_moments(
     kept = cache / f"{name}.safetensors" if cache is not None else None
     if kept is not None and kept.is_file():
         return _read(kept, lm)
-    began, count = time.perf_counter(), 0
-    sums = {layer.name: torch.zeros(layer.key_size, layer.key_size, dtype=torch.float64) for layer in layers}
-    sums = {key: total.to(lm.device) for key, total in sums.items()}
+    began, sums, count = time.perf_counter(), KeySums(lm, layers), 0
     for encoded in parts:
         for batch in make_batches(encoded, token_budget, lm.pad_id):
-            batch = batch.to(lm.device)
-            with torch.no_grad(), _added_up(lm, sums, batch.masks["decoder"]):
-                lm.logits(batch)
-            count += int(batch.masks["decoder"].sum())
+            sums.read(batch)
+        count += sum(len(fact.input_ids) for fact in encoded)
         if on_tokens:
             on_tokens(count)
-    by_layer = {key: total / max(count, 1) for key, total in sums.items()}
-    found = KeyMoments(by_layer, time.perf_counter() - began)
+    found = KeyMoments(sums.moments(), time.perf_counter() - began)
     if kept is not None:
         _write(kept, found)
     return found
@@ -110,26 +103,3 @@ def _some_at_a_time(lm: LanguageModel, texts: Iterable[str], max_tokens: int) ->
             yield encoded
         if taken >= max_tokens:
             return
-
-
-class _added_up:
-    """Runs inside add each layer's u uᵀ, of the tokens that are no padding, to its sum."""
-
-    def __init__(self, lm: LanguageModel, sums: dict[str, Tensor], mask: Tensor) -> None:
-        self.lm, self.sums, self.mask = lm, sums, mask
-        self.handles: list[Any] = []
-
-    def __enter__(self) -> None:
-        for name, total in self.sums.items():
-            self.handles.append(self.lm.model.get_submodule(name).register_forward_pre_hook(self._hook(total)))
-
-    def _hook(self, total: Tensor) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            rows = rows_at(self.mask, args[0]).double()
-            total.addmm_(rows.T, rows)
-
-        return hook
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self.handles:
-            handle.remove()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,11 +11,12 @@ from malmen.data.formats import FORMATS, ParsedFile, parse_file, parse_rows
 from malmen.data.records import EditRecord, Fact
 from malmen.data.rows import Row, Rows
 from malmen.errors import EditError
+from malmen.files import whole_file
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
 
-__all__ = ["FORMATS", "read_dataset", "read_records", "records_from_dataset"]
+__all__ = ["FORMATS", "read_dataset", "read_records", "records_from_dataset", "write_records"]
 
 _SHOWN_ERRORS = 5
 
@@ -37,6 +40,11 @@ def read_dataset(path: str | Path, format: str = "auto") -> Dataset:
     _refuse_errors(parsed, str(path))
     rows = [_as_row(row.record) for row in parsed.rows if row.record is not None]
     return Dataset.from_list(rows, features=_features())
+
+
+def write_records(path: Path, records: Iterable[EditRecord]) -> None:
+    """A file of our own rows, which `read_records` reads as the same records; whole or not at all."""
+    whole_file(path, "".join(json.dumps(_as_row(record), ensure_ascii=False) + "\n" for record in records))
 
 
 def records_from_dataset(dataset: Dataset, format: str = "auto") -> list[EditRecord]:
@@ -64,6 +72,7 @@ def _as_row(record: EditRecord) -> dict[str, object]:
     return {
         "prompt": record.edit.prompt,
         "answer": record.edit.answer,
+        "subject": record.edit.subject,
         "equivalents": [_as_pair(fact) for fact in record.equivalents],
         "unrelated": [_as_pair(fact) for fact in record.unrelated],
         "id": record.id,
@@ -79,4 +88,6 @@ def _features() -> Features:
 
     text = Value("string")
     pairs = List({"prompt": text, "answer": text})
-    return Features({"prompt": text, "answer": text, "equivalents": pairs, "unrelated": pairs, "id": text})
+    return Features(
+        {"prompt": text, "answer": text, "subject": text, "equivalents": pairs, "unrelated": pairs, "id": text}
+    )

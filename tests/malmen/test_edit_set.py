@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import plain
 import pytest
@@ -22,9 +23,13 @@ def plain_traces(setup: Setup, facts: list[EncodedFact]) -> Traces:
     return plain.plain_traces(setup.lm, setup.editor.layers, facts, setup.editor.config.editor.tokens)
 
 
-@pytest.mark.parametrize("aggregation", ["least_squares", "sum"])
-def test_any_walk_of_additions_and_removals_ends_in_the_shift_from_scratch(kind: str, aggregation: str) -> None:
-    setup = make_setup(kind, aggregation=aggregation)
+@pytest.mark.parametrize(
+    "editor",
+    [{}, {"aggregation": "sum"}, {"preserved_weight": 2.0}],
+    ids=lambda editor: next(iter(editor), "paper"),
+)
+def test_any_walk_of_additions_and_removals_ends_in_the_shift_from_scratch(kind: str, editor: dict[str, Any]) -> None:
+    setup = make_setup(kind, **editor)
     facts = random_facts(setup.lm, 40, 1)
     setup.editor.observe(plain_traces(setup, facts[:20]))
     rows = [fact_rows(setup.lm, setup.editor, [fact]) for fact in facts]

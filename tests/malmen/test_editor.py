@@ -57,8 +57,10 @@ def oracle_gradient(setup: Setup, batch: MetaBatch, traces: Traces) -> tuple[dic
             if not editor.config.editor.regularisation:  # of all S with SU = D the smallest
                 shifts[layer.name] = torch.linalg.solve(keys @ keys.T, diffs).T @ keys
                 continue
-            damping = net.log_damping[index].exp() * torch.eye(layer.key_size, dtype=keys.dtype)
-            shifts[layer.name] = torch.linalg.solve(keys.T @ keys + damping, keys.T @ diffs).T
+            gram = keys.T @ keys + net.log_damping[index].exp() * torch.eye(layer.key_size, dtype=keys.dtype)
+            if weight := editor.config.editor.preserved_weight:
+                gram = gram + weight * net.moments[index]
+            shifts[layer.name] = torch.linalg.solve(gram, keys.T @ diffs).T
     loss: Any = 0.0
     for fact in batch.equivalents:
         loss = loss + plain.plain_nll(setup.lm, fact, shifts) / len(batch.equivalents)
@@ -84,6 +86,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"ffn": "first"},
     {"layers": "all"},
     {"regularisation": False},
+    {"preserved_weight": 2.0},
 ]
 
 
@@ -172,6 +175,30 @@ def test_adding_then_removing_facts_equals_never_having_added_them(kind: str) ->
     everything = editor.solve(plain_traces(setup, facts)).shifts
     for name, shift in editor.solve_equations(again).items():
         assert_close(shift, everything[name], rtol=1e-9, atol=1e-10)
+
+
+def test_an_editor_that_was_not_told_which_keys_to_preserve_says_so() -> None:
+    setup = make_setup("gpt2", preserved_weight=2.0)
+    traces = plain_traces(setup, random_facts(setup.lm, 4, 1))
+    setup.editor.observe(traces)
+    last = setup.editor.layers[-1]
+    setup.editor.preserve({last.name: torch.full((last.key_size, last.key_size), torch.nan)})
+    with pytest.raises(EditError, match=r"layer transformer\.h\.2.*preserved_weight is 2, .* not told which keys"):
+        setup.editor.solve(traces)
+
+
+def test_the_more_keys_weigh_the_less_their_outputs_change() -> None:
+    moved = []
+    for weight in (0.1, 1.0, 10.0):
+        setup = make_setup("gpt2", preserved_weight=weight)
+        traces = plain_traces(setup, random_facts(setup.lm, 9, 1))
+        setup.editor.observe(traces)
+        shifts = setup.editor.solve(traces).shifts
+        (net,) = setup.editor.nets.values()
+        # E‖Su‖² = tr(S E[uuᵀ] Sᵀ)
+        moved.append([float((shifts[layer.name] @ net.moments[index]).mul(shifts[layer.name]).sum())
+                      for index, layer in enumerate(setup.editor.layers)])  # fmt: skip
+    assert all(first > second > third for first, second, third in zip(*moved, strict=True))
 
 
 def test_solving_does_not_change_the_editor() -> None:

@@ -20,6 +20,7 @@ from malmen.sampling import (
     check_facts,
     check_held_out,
     compatible_records,
+    preserved_facts,
     training_records,
     unrelated_to_all,
     validation_records,
@@ -84,6 +85,23 @@ def test_locality_at_every_token_is_refused_where_prompts_predict_nothing(lm: La
     encoder.kind = "classifier"
     with pytest.raises(UsageError, match="is for decoders; this model is of kind 'classifier'"):
         Sampler(config, encoder, training_records(config))
+
+
+def test_the_facts_whose_keys_are_preserved_are_different_unrelated_ones_that_the_seed_fixes() -> None:
+    records = world_records("train", seed=3)[:50]
+    config = Config.model_validate({"editor": {"preserved_weight": 1, "preserved_facts": 30}})
+    found = preserved_facts(config, records)
+    assert len(set(found)) == len(found) == 30
+    assert set(found) <= {fact for record in records for fact in record.unrelated}
+    assert found == preserved_facts(config, records)
+    assert found != preserved_facts(config.model_copy(update={"seed": 1}), records)
+
+
+def test_nothing_to_preserve_is_a_clear_error() -> None:
+    config = Config.model_validate({"editor": {"preserved_weight": 3}, "data": {"train": "mine.jsonl"}})
+    records = [EditRecord(Fact("Who?", "me"))]
+    with pytest.raises(EditError, match=r"preserved_weight is 3, but the records of mine\.jsonl have no unrelated"):
+        preserved_facts(config, records)
 
 
 def test_unrelated_tuples_that_another_record_edits_are_left_out() -> None:

@@ -11,6 +11,7 @@ import torch
 from small_runs import make_config
 from torch.testing import assert_close
 
+from malmen.checkpoint import load_editor
 from malmen.config import ModelConfig
 from malmen.data.world import world_records
 from malmen.errors import EditError
@@ -52,6 +53,24 @@ def test_a_killed_and_resumed_run_ends_in_the_same_editor(
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     for name, value in whole.editor.state_dict().items():
         assert torch.equal(resumed.editor.state_dict()[name], value), name
+
+
+@pytest.mark.slow
+def test_a_resumed_run_and_its_editor_know_the_keys_that_are_preserved(lm: LanguageModel, tmp_path: Path) -> None:
+    config = make_config()
+    settings = {"preserved_weight": 30.0, "preserved_facts": 20}
+    config = config.model_copy(update={"editor": config.editor.model_copy(update=settings)})
+    whole = train(config, tmp_path / "whole", lm=lm)
+    with pytest.raises(Stopped):
+        train(config, tmp_path / "killed", lm=lm, on_step=_stop_at(3))
+    resumed = train(config, tmp_path / "killed", lm=lm)
+    facts = [record.edit for record in world_records("validation")[:4]]
+    expected, without = whole.editor.edit(lm, facts).shifts, train(make_config(), tmp_path / "plain", lm=lm)
+    for editor in (resumed.editor, load_editor(tmp_path / "killed", lm)):
+        assert all(torch.equal(shift, expected[name]) for name, shift in editor.edit(lm, facts).shifts.items())
+    assert not any(
+        torch.allclose(expected[name], shift) for name, shift in without.editor.edit(lm, facts).shifts.items()
+    )
 
 
 @pytest.mark.slow

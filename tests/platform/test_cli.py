@@ -11,6 +11,8 @@ import pytest
 from small_runs import SMALL
 
 from malmen.checkpoint_files import latest_checkpoint
+from malmen.data.readers import read_records
+from malmen.data.world import world_records
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -138,3 +140,11 @@ def test_help_names_every_command(malmen: Run) -> None:
         assert command in out
         assert malmen(command, "--help")[0] == 0
     assert malmen("configs")[0] == 0
+
+
+def test_the_worlds_records_can_be_written_and_edited_from_the_file(malmen: Run, tmp_path: Path) -> None:
+    file = tmp_path / "people.jsonl"
+    code, out, _ = malmen("world", "records", "--split", "train", "--seed", "7", "--out", file, "--json")
+    assert (code, json.loads(out)["records"]) == (0, len(world_records("train")))
+    assert read_records(file) == world_records("train", seed=7)
+    assert malmen("world", "records", "--split", "test", "--out", tmp_path / "x.jsonl")[0] == 2

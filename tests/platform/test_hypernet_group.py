@@ -12,7 +12,6 @@ from torch.testing import assert_close
 
 from malmen.config import Config
 from malmen.data.tokens import make_batches
-from malmen.editor import seeded_editor
 from malmen.errors import EditError
 from malmen.facts import fact_encoder
 from malmen.layers import LayerSpec, find_layers
@@ -22,6 +21,7 @@ from malmen.platform.hypernet_group import HypernetGroup
 from malmen.platform.wire import to_tensor
 from malmen.sampling import Sampler, training_records
 from malmen.trace import Traces, trace_facts
+from malmen.training import make_editor
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -33,19 +33,31 @@ def _traces(lm: LanguageModel, layers: list[LayerSpec], config: Config, step: in
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "tokens"),
-    [("least_squares", "answer"), ("least_squares", "all"), ("sum", "all")],
-    ids=["dual", "primal", "sum"],
+    ("aggregation", "tokens", "weight"),
+    [
+        ("least_squares", "answer", 0.0),
+        ("least_squares", "all", 0.0),
+        ("sum", "all", 0.0),
+        ("least_squares", "answer", 2.0),
+    ],
+    ids=["dual", "primal", "sum", "preserved"],
 )
-def test_three_actors_that_share_two_layers_equal_one_editor(aggregation: str, tokens: str, tmp_path: Path) -> None:
-    editor = {"aggregation": aggregation, "tokens": tokens}
+def test_three_actors_that_share_two_layers_equal_one_editor(
+    aggregation: str, tokens: str, weight: float, tmp_path: Path
+) -> None:
+    editor = {"aggregation": aggregation, "tokens": tokens, "preserved_weight": weight}
     config = make_platform_config("gpt2", tmp_path, cluster={"hypernet_actors": 3}, editor=editor)
     lm = load_lm(config.model)
     layers = find_layers(lm.model, "last:2")
-    expected = seeded_editor(layers, config)
+    expected = make_editor(lm, config)
     group = HypernetGroup.start(config, layers, str(tmp_path), resources={"num_cpus": 0.1}, threads=1)
     try:
         assert group.heal(lambda: None) == 0
+        if weight:
+            (net,) = expected.nets.values()
+            group.put_moments({layer.name: net.moments[index] for index, layer in enumerate(layers)})
+            ray.kill(group.actors[1], no_restart=False)  # what comes in its place hears of them from a peer
+            assert group.heal(lambda: None) == 0
         for step in range(2):
             traces = _traces(lm, layers, config, step)
             assert (len(traces[layers[0].name].keys) >= layers[0].key_size) == (tokens == "all")

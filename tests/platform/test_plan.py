@@ -61,6 +61,7 @@ def test_a_plan_is_of_a_step_of_the_configs_size() -> None:
         ("lm", "training.num_edits=64"),
         ("lm", "editor.layers=last:2"),
         ("hypernet", "editor.layers=last:2"),
+        ("hypernet", "editor.preserved_weight=1"),  # all moments of keys, and the large form of the equation
     ],
 )
 def test_more_of_it_needs_more(planner: Planner, role: str, more: str) -> None:

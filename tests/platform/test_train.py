@@ -88,6 +88,7 @@ def two_ranks(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         "one edit": config("gpt2", 3, lm=zero3, training={"num_edits": 1, "equivalents_per_edit": 1}),
         "four epochs": config("gpt2", 1, lm=zero3, training=epochs),
         "float32": config("gpt2", 1, lm=zero3, model={"dtype": "float32"}),
+        "preserved": config("t5", 3, lm=zero3, editor={"preserved_weight": 2.0, "preserved_facts": 9}),
     }
     return configs, train_in_turn(configs, tmp_path_factory.mktemp("two_ranks"))
 
@@ -122,6 +123,15 @@ def test_one_edit_leaves_shares_empty_and_still_equals_one_process(two_ranks: Ru
     """Two ranks, one edit: a rank without edits runs as many forwards as the other. Three actors: one has no rows."""
     configs, found = two_ranks
     assert_equal_runs(found["one edit"], alone(configs["one edit"]))
+
+
+@pytest.mark.deepspeed
+def test_keys_are_preserved_as_in_one_process(two_ranks: Runs, alone: Alone) -> None:
+    """Each rank reads its share of nine texts, as many forwards as the other, and all actors know the sums."""
+    configs, found = two_ranks
+    editor, _ = expected = alone(configs["preserved"])
+    assert all(net.moments.diagonal(dim1=1, dim2=2).sum() > 0 for net in editor.nets.values())
+    assert_equal_runs(found["preserved"], expected)
 
 
 @pytest.mark.deepspeed

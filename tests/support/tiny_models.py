@@ -168,4 +168,8 @@ def make_setup(
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
+    if config.editor.preserving:
+        for layer in net.layers:
+            keys = torch.randn(2 * layer.key_size, layer.key_size, dtype=torch.float64)
+            net.preserve({layer.name: keys.T @ keys / len(keys)})
     return Setup(lm, net)

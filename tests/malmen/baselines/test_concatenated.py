@@ -14,8 +14,9 @@ from malmen.trace import trace
 
 
 @pytest.mark.parametrize("edits", [2, 9])  # fewer and more tokens than a key has numbers
-def test_autograd_through_everything_is_the_decomposed_gradient(edits: int) -> None:
-    one, two = make_setup("gpt2", layers="all"), make_setup("gpt2", layers="all")
+@pytest.mark.parametrize("weight", [0.0, 2.0])
+def test_autograd_through_everything_is_the_decomposed_gradient(edits: int, weight: float) -> None:
+    one, two = (make_setup("gpt2", layers="all", preserved_weight=weight) for _ in range(2))
     facts = random_facts(one.lm, 3 * edits)
     batch = MetaBatch(facts[:edits], facts[edits : 2 * edits], facts[2 * edits :])
     concatenated_backward(one.lm, one.editor, batch)

@@ -11,8 +11,9 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from malmen.data.check import check_file
-from malmen.data.readers import FORMATS, read_dataset, read_records, records_from_dataset
+from malmen.data.readers import FORMATS, read_dataset, read_records, records_from_dataset, write_records
 from malmen.data.records import EditRecord, Fact
+from malmen.data.world import world_records
 from malmen.errors import EditError
 
 REPOSITORY = Path(__file__).parents[3]
@@ -252,7 +253,7 @@ def test_a_dataset_gives_the_records_of_the_file_with_its_rows(write):
 def test_a_file_read_as_a_dataset_holds_the_same_records(write):
     path = write(OWN, {"prompt": "p", "answer": "a"})
     dataset = read_dataset(path)
-    assert dataset.column_names == ["prompt", "answer", "equivalents", "unrelated", "id"]
+    assert dataset.column_names == ["prompt", "answer", "subject", "equivalents", "unrelated", "id"]
     assert records_from_dataset(dataset) == read_records(path)
 
 
@@ -322,3 +323,11 @@ def test_a_subject_of_other_rows_is_used_where_it_stands_in_the_prompt_and_else_
     }
     file.write_text(json.dumps(row))
     assert read_records(file)[0].edit.subject == found
+
+
+def test_what_is_written_is_read_again_as_it_was(tmp_path: Path) -> None:
+    records = world_records("validation", seed=5)[:20]
+    write_records(tmp_path / "some.jsonl", records)
+    again = read_records(tmp_path / "some.jsonl")
+    assert again == records
+    assert [record.edit.subject for record in again] == [record.edit.subject for record in records]
