@@ -51,7 +51,8 @@ class EditorConfig(Section):
     preserved_weight: float = Field(
         default=0.0,
         ge=0,
-        description="w of w·E‖Su‖², added to the least squares, over keys u of unrelated training facts; 0: the paper",
+        description="w of w·E‖Su‖², over keys u of unrelated training facts, in the least squares (a sum has none); "
+        "0: the paper",
     )
     preserved_facts: int = Field(default=2048, gt=0, description="how many such facts, at most")
 

@@ -107,7 +107,10 @@ class Editor(nn.Module):
         """E[u uᵀ] of some layers (key, key): keys whose outputs shall stay, weighed by `editor.preserved_weight`."""
         for name, moment in moments.items():
             net, index = self._find(name)
-            assert net.moments is not None, "editor.preserved_weight is 0"
+            assert net.moments is not None, "editor.preserved_weight is 0, or the shifts are summed"
+            assert moment.shape == net.moments[index].shape, (moment.shape, net.moments[index].shape)
+            if not bool(torch.isfinite(moment).all()):
+                raise EditError(f"layer {name}: the keys of the unrelated facts to preserve are not finite")
             net.moments[index] = moment
 
     def damping(self) -> dict[str, float]:

@@ -110,7 +110,7 @@ class HyperNetwork(nn.Module):
         self.log_edit_lr = nn.Parameter(torch.full((num_layers,), math.log(edit_lr)))
         self.log_damping = nn.Parameter(torch.full((num_layers,), math.log(damping)))
         # E[u uᵀ] of the keys to preserve, as `Editor.preserve` is given it. Rounded to θ's type: that is another such
-        # matrix, within 1e-7 of it, and λ keeps the equation definite.
+        # matrix, within 1e-7 of it, and where there is a λ it keeps the equation definite.
         moments = torch.full((num_layers, key_size, key_size), torch.nan) if preserving else None
         self.moments: Tensor | None
         self.register_buffer("moments", moments)

@@ -13,6 +13,24 @@ from malmen.layers import LayerSpec
 from malmen.lm import LanguageModel
 from malmen.trace import rows_at
 
+_AT_ONCE = 4 * 2**30  # bytes of sums; what goes beyond is read again
+
+
+def layers_at_once(layers: Sequence[LayerSpec], limit: int = _AT_ONCE) -> list[list[LayerSpec]]:
+    """Parts of the layers whose sums fit into so many bytes; each has one at least."""
+    parts: list[list[LayerSpec]] = []
+    for layer in layers:
+        if parts and sums_bytes([*parts[-1], layer]) <= limit:
+            parts[-1].append(layer)
+        else:
+            parts.append([layer])
+    return parts
+
+
+def sums_bytes(layers: Sequence[LayerSpec]) -> int:
+    """What the sums of these layers take."""
+    return sum(8 * layer.key_size**2 for layer in layers)
+
 
 class KeySums:
     """Σ u uᵀ of each layer (key, key) in float64, and over how many tokens."""
@@ -38,8 +56,8 @@ class KeySums:
                 handle.remove()
 
     def moments(self) -> dict[str, Tensor]:
-        """E[u uᵀ] by layer."""
-        return {name: total / self.counts[name].clamp(min=1) for name, total in self.sums.items()}
+        """E[u uᵀ] by layer. They take the sums' place, for they are as large."""
+        return {name: total.div_(self.counts[name].clamp(min=1)) for name, total in self.sums.items()}
 
     def _hook(self, name: str, mask: Tensor) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -19,7 +19,7 @@ from malmen.editor import Editor, seeded_editor
 from malmen.errors import EditError
 from malmen.evaluate import Evaluation, evaluate
 from malmen.facts import encode_batches, fact_encoder
-from malmen.key_sums import KeySums
+from malmen.key_sums import KeySums, layers_at_once
 from malmen.layers import find_layers
 from malmen.lm import LanguageModel, load_lm
 from malmen.meta import StepReport, meta_step
@@ -66,10 +66,6 @@ def train(
     opened.check_data(data_fingerprint(config))
     lm = lm or load_lm(config.model)
     fingerprint = lm.fingerprint()
-    editor = (
-        make_editor(lm, config) if opened.checkpoint is None else load_editor(opened.checkpoint, lm, optimizer=True)
-    )
-    editor.config = config
     sampler = Sampler(config, fact_encoder(lm, config.data), training_records(config))
     records = validation_records(config)
     sampler.check_lengths()
@@ -77,6 +73,10 @@ def train(
     check_facts(sampler.encoder, asked)
     if shared := shared_facts(config, sampler.records(0), asked):
         log.warning(shared)
+    editor = (
+        make_editor(lm, config) if opened.checkpoint is None else load_editor(opened.checkpoint, lm, optimizer=True)
+    )
+    editor.config = config
     run = TrainingRun(folder, lm, editor, opened.history)
     opened.begin()
     caches, training = sampler.caches(fingerprint, lm.dtype), config.training
@@ -115,10 +115,12 @@ def make_editor(lm: LanguageModel, config: Config) -> Editor:
     """A fresh editor, drawn from the config's seed; if keys are to be preserved, it knows them."""
     editor = seeded_editor(find_layers(lm.model, config.editor.layers, config.editor.ffn), config).to(lm.device)
     if config.editor.preserving:
-        sums = KeySums(lm, editor.layers)
-        for batch in encode_batches(lm, preserved_facts(config, training_records(config)(0)), config):
-            sums.read(batch)
-        editor.preserve(sums.moments())
+        batches = encode_batches(lm, preserved_facts(config, training_records(config)(0)), config)
+        for part in layers_at_once(editor.layers):
+            sums = KeySums(lm, part)
+            for batch in batches:
+                sums.read(batch)
+            editor.preserve(sums.moments())
     return editor
 
 

@@ -18,7 +18,7 @@ from malmen.data.tokens import EncodedFact, TokenBatch, make_batches
 from malmen.errors import EditError
 from malmen.evaluate import Evaluation, evaluate, predict_batches
 from malmen.facts import fact_encoder
-from malmen.key_sums import KeySums
+from malmen.key_sums import KeySums, layers_at_once
 from malmen.layers import find_layers
 from malmen.lm import load_lm
 from malmen.meta import MetaBatch, check_finite, leaf_grads, make_leaves, meta_backward
@@ -59,16 +59,18 @@ class LMWorker:
         tokens = self.config.editor.tokens
         return trace_facts(self.lm, self.layers, self._share(facts), tokens, self._cut, self.caches.get(role))
 
-    def key_moments(self) -> dict[str, Tensor]:
-        """E[u uᵀ] of the keys that edits are to leave alone; each rank reads its share, all get the whole."""
+    def key_moments(self) -> Iterator[dict[str, Tensor]]:
+        """E[u uᵀ] of the keys that edits are to leave alone, some layers at a time; each rank reads its share."""
         facts = preserved_facts(self.config, self.sampler.records(0))
-        sums = KeySums(self.lm, self.layers)
-        for batch in self._cut(self._share([self.encoder.encode(fact) for fact in facts])):
-            sums.read(batch)
-        for layer in self.layers:
-            self._sum(sums.sums[layer.name])
-            self._sum(sums.counts[layer.name])
-        return sums.moments()
+        batches = self._cut(self._share([self.encoder.encode(fact) for fact in facts]))
+        for part in layers_at_once(self.layers):
+            sums = KeySums(self.lm, part)
+            for batch in batches:
+                sums.read(batch)
+            for layer in part:
+                self._sum(sums.sums[layer.name])
+                self._sum(sums.counts[layer.name])
+            yield sums.moments()
 
     def meta_backward(
         self, step: int, batch: MetaBatch, shifts: Mapping[str, Tensor]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from malmen.config import Config
+from malmen.key_sums import layers_at_once, sums_bytes
 from malmen.platform.plan_data import StepFacts
 from malmen.platform.plan_hypernet import RehearsedHypernet
 from malmen.platform.plan_lm import PlannedLM, RehearsedLM, cache_bytes
@@ -64,6 +65,7 @@ class Moment:
     shifts: int
     total: int
     merged: int = 0
+    moments: int = 0
 
 
 def lm_role(config: Config, planned: PlannedLM, facts: StepFacts, found: RehearsedLM, device: str) -> Role:
@@ -83,14 +85,16 @@ def lm_role(config: Config, planned: PlannedLM, facts: StepFacts, found: Rehears
         Moment(features * (1 + overlap), shifts * ahead, found.trace_peak + features * (1 + overlap) + shifts * ahead),
         Moment(features * (2 + overlap), shifts * ahead, features * (2 + overlap) + shifts * ahead),
     ]
+    if config.editor.preserving:  # read before the first step; a forward holds less than tracing does
+        sums = max(sums_bytes(part) for part in layers_at_once(planned.layers))
+        moments.append(Moment(0, 0, found.trace_peak + sums, moments=sums))
     most = max(moments, key=lambda moment: moment.total)
     role.add("traces of its edits", most.traces)
     role.add("shifts and their gradients", most.shifts)
     role.add("W + S, or S in the LM's type", most.merged)
-    role.add("activations and logits of a micro-batch", most.total - most.traces - most.shifts - most.merged)
-    if config.editor.preserving:  # sums and means in float64, gone when the first step begins
-        sums = 2 * 8 * sum(layer.key_size**2 for layer in planned.layers)
-        role.add("moments of the keys to preserve, before the first step", sums - most.total)
+    role.add("moments of the keys to preserve, before the first step", most.moments)
+    named = most.traces + most.shifts + most.merged + most.moments
+    role.add("activations and logits of a micro-batch", most.total - named)
     role.add("cache of what recurs", cache_bytes(config, planned, facts))
     if device == "cpu":
         role.add("records and their tokens", facts.num_records * _RECORD + _num_encoded(config, facts) * _FACT)

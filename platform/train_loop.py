@@ -125,10 +125,10 @@ class Rank:
         if step or not self.loop.config.editor.preserving:
             return
         self.worker.note("reading the texts whose keys are preserved")
-        moments = self.worker.key_moments()
-        with self.worker.together("sending the keys to preserve"):
-            if self.worker.world_rank == 0:
-                self.group.put_moments(moments)
+        for moments in self.worker.key_moments():
+            with self.worker.together("sending the keys to preserve"):
+                if self.worker.world_rank == 0:
+                    self.group.put_moments(moments)
 
     def _recover(self) -> int:
         """All actors equal and ready; all ranks know the step they are at."""

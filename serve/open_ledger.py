@@ -24,8 +24,11 @@ def find_editor(name: str) -> str | Path:
 def weights_hash(folder: str | Path) -> str:
     """What a ledger knows the editor of a checkpoint by."""
     try:
-        with RunStore(folder).fetch(without=["optimizer.safetensors"]) as local:
-            return hashlib.sha256((local / "editor.safetensors").read_bytes()).hexdigest()[:16]
+        with (
+            RunStore(folder).fetch(without=["optimizer.safetensors"]) as local,
+            (local / "editor.safetensors").open("rb") as file,
+        ):
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
     except OSError as error:
         raise EditError(f"cannot read the editor in {folder}: {error.strerror or error}") from error
 

@@ -182,7 +182,10 @@ def test_an_editor_that_was_not_told_which_keys_to_preserve_says_so() -> None:
     traces = plain_traces(setup, random_facts(setup.lm, 4, 1))
     setup.editor.observe(traces)
     last = setup.editor.layers[-1]
-    setup.editor.preserve({last.name: torch.full((last.key_size, last.key_size), torch.nan)})
+    with pytest.raises(EditError, match=r"layer transformer\.h\.2.*facts to preserve are not finite"):
+        setup.editor.preserve({last.name: torch.full((last.key_size, last.key_size), torch.nan)})
+    (net,) = setup.editor.nets.values()
+    net.moments[1] = torch.nan  # as it is made
     with pytest.raises(EditError, match=r"layer transformer\.h\.2.*preserved_weight is 2, .* not told which keys"):
         setup.editor.solve(traces)
 

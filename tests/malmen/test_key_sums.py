@@ -9,7 +9,8 @@ from tiny_models import make_setup, random_facts
 from torch.testing import assert_close
 
 from malmen.data.tokens import make_batches
-from malmen.key_sums import KeySums
+from malmen.key_sums import KeySums, layers_at_once, sums_bytes
+from malmen.layers import LayerSpec
 
 
 @pytest.mark.parametrize("budget", [1, 40, 10_000])
@@ -33,3 +34,11 @@ def test_a_batch_that_does_not_count_adds_nothing_and_no_hook_stays() -> None:
     sums.read(replace(batch, counts=False))
     assert all(torch.equal(total, before[name]) for name, total in sums.sums.items())
     assert not any(module._forward_pre_hooks for module in setup.lm.model.modules())
+
+
+def test_no_more_layers_are_read_at_once_than_their_sums_have_room() -> None:
+    layers = [LayerSpec(str(place), size, 4) for place, size in enumerate((10, 10, 10, 30, 10))]
+    parts = layers_at_once(layers, limit=1600)
+    assert [[layer.name for layer in part] for part in parts] == [["0", "1"], ["2"], ["3"], ["4"]]
+    assert [sums_bytes(part) for part in parts] == [1600, 800, 7200, 800]
+    assert layers_at_once(layers) == [layers]

@@ -70,6 +70,14 @@ def test_more_of_it_needs_more(planner: Planner, role: str, more: str) -> None:
     assert large.step_seconds > small.step_seconds
 
 
+def test_reading_the_keys_to_preserve_counts_where_it_is_the_most(planner: Planner) -> None:
+    """One edit takes little; the sums of u uᵀ in float64 are there before the first step, whatever the edits."""
+    small = ["training.num_edits=1", "editor.rank=64", "editor.layers=last:6", "batch.token_budget=64"]
+    config = load_config(CONFIGS / "gpt2.yaml", [*small, "editor.preserved_weight=1"])
+    items = {item.name: item.bytes for item in planner.plan(config).lm.items}
+    assert items["moments of the keys to preserve, before the first step"] == 6 * 8 * 3072**2
+
+
 def test_a_smaller_cut_needs_less(planner: Planner) -> None:
     config = _builtin("training.num_edits=64", "editor.layers=last:2")
     whole = planner.plan(config)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import malmen
 from malmen.files import whole_file
 from malmen.tune.experiments.settings import ExperimentConfig
 from malmen.tune.experiments.variants import ROUNDS, Variant
+
+MEMORY = "memory.json"  # the one file of `cells` that is a list, of measurements of memory
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,8 @@ class Cells:
 
     def put(self, cell: Cell, found: dict[str, Any]) -> None:
         """Keep a result, or `{"error": …}`."""
-        whole_file(self._files / cell.name, json.dumps({**asdict(cell), **found}, indent=1, ensure_ascii=False) + "\n")
+        content = {**asdict(cell), **found, "code": code_version()}
+        whole_file(self._files / cell.name, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
     def get(self, cell: Cell) -> dict[str, Any] | None:
         """What was found, if it was."""
@@ -52,6 +58,22 @@ class Cells:
             return None
         found: dict[str, Any] = json.loads((self._files / cell.name).read_text(encoding="utf-8"))
         return found
+
+    def codes(self) -> set[str]:
+        """Whose code has measured what is here."""
+        found = [json.loads(path.read_text(encoding="utf-8")) for path in self._files.glob("*.json")]
+        rows = [row for one in found for row in (one if isinstance(one, list) else [one])]
+        return {row.get("code", "unknown") for row in rows}
+
+
+@cache
+def code_version() -> str:
+    """The package's version, and a hash of the source that numbers depend on: in a checkout the version stays."""
+    found = hashlib.sha256()
+    for room in (Path(malmen.__file__).parent, Path(__file__).parent):
+        for path in sorted(room.rglob("*.py")):
+            found.update(path.relative_to(room).as_posix().encode() + path.read_bytes())
+    return f"malmen {malmen.__version__}, source {found.hexdigest()[:12]}"
 
 
 def cells_of(variant: Variant, seed: int, settings: ExperimentConfig, kinds: set[str]) -> Iterator[Cell]:

@@ -50,7 +50,8 @@ def _figure(columns: int, width: float = 3.6, height: float = 3.4) -> tuple[Figu
 def _title(figure: Figure, found: dict[str, Any], text: str) -> None:
     seeds = ", ".join(map(str, found["seeds"]))
     what = "mean ± standard deviation over seeds" if len(found["seeds"]) > 1 else "seed"
-    figure.suptitle(f"{text} · {found['model']} · {what} {seeds}", fontsize=9)
+    between = "\n" if len(figure.axes) == 1 else " · "  # one panel is narrow
+    figure.suptitle(f"{text} · {found['model']}{between}{what} {seeds}", fontsize=9)
 
 
 def _band(

@@ -41,9 +41,10 @@ def measure_memory(config: Config, way: str, edits: int, seed: int, limit_gb: fl
         return row | {"error": f"took more than {_LIMIT_SECONDS} s"}
     if found.returncode == 0:
         return row | json.loads(found.stdout.splitlines()[-1])
-    if found.returncode == -9 or "can't allocate memory" in found.stderr or "MemoryError" in found.stderr:
+    if "can't allocate memory" in found.stderr or "MemoryError" in found.stderr:
         return row | {"ran_out": limit_gb}
-    last = (found.stderr.strip().splitlines() or ["no message"])[-1]
+    # A signal may come from a machine that has less than the limit, which says nothing of the step.
+    last = (found.stderr.strip().splitlines() or [f"ended with {found.returncode} and no message"])[-1]
     return row | {"error": last}
 
 

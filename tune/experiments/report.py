@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import html
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from malmen.files import whole_file
+from malmen.tune.experiments.cells import Cells
 from malmen.tune.experiments.findings import findings
 from malmen.tune.experiments.settings import KINDS
 
@@ -84,11 +86,11 @@ def write_report(folder: Path) -> Path:
     }
     about = json.loads((folder / "experiment.json").read_text(encoding="utf-8"))
     path = folder / REPORT
-    whole_file(path, _page(found, about, results))
+    whole_file(path, _page(found, about, results, sorted(Cells(folder).codes())))
     return path
 
 
-def _page(found: dict[str, Any], about: dict[str, Any], results: Path) -> str:
+def _page(found: dict[str, Any], about: dict[str, Any], results: Path, codes: Sequence[str]) -> str:
     config, experiment = about["config"], about["experiment"]
     title = f"Editing {config['model']['name']}: MALMEN and its rivals"
     sections = "\n".join(_section(kind, one, results) for kind, one in found.items())
@@ -107,7 +109,7 @@ teacher-forced; “gen.” are whole answers, decoded greedily, “ended” thos
 is the share of unrelated tokens that the edited model predicts as the unedited one does, “agreement gen.” that of whole
 generated texts. The harmonic mean is of ES, GS, and LS as a share of the unedited
 model's. ± is the standard deviation over the seeds {", ".join(map(str, experiment["seeds"]))}.
-Measured by {html.escape("; ".join(about["code"]))}.</p>
+Measured by {html.escape("; ".join(codes))}.</p>
 <h2>What was expected</h2><ul>{checks}</ul>
 {sections}
 <h2>Settings</h2><details><summary>all of them</summary><pre>{settings}</pre></details>

@@ -11,7 +11,7 @@ from typing import Any
 
 from malmen.config import Config
 from malmen.files import whole_file
-from malmen.tune.experiments.cells import Cell, Cells
+from malmen.tune.experiments.cells import MEMORY, Cell, Cells
 from malmen.tune.experiments.figures import draw
 from malmen.tune.experiments.memory import WAYS
 from malmen.tune.experiments.settings import ExperimentConfig
@@ -102,7 +102,7 @@ def _rounds(settings: ExperimentConfig, config: Config, store: Cells) -> dict[st
 
 
 def _memory(settings: ExperimentConfig, config: Config, store: Cells) -> dict[str, Any]:
-    path = store.folder / "cells" / "memory.json"
+    path = store.folder / "cells" / MEMORY
     found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     rows = []
     for way in WAYS:

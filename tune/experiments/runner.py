@@ -14,7 +14,6 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-import malmen
 from malmen.config import Config, load_config, parse_config, whole_paths
 from malmen.errors import EditError, UsageError
 from malmen.files import at_work, whole_file
@@ -23,7 +22,7 @@ from malmen.platform.cluster import connected
 from malmen.platform.tracking import Tracker
 from malmen.sampling import check_held_out, data_fingerprint, shared_facts, training_records, validation_records
 from malmen.training import check_enough
-from malmen.tune.experiments.cells import Cell, Cells, cells_of
+from malmen.tune.experiments.cells import MEMORY, Cell, Cells, cells_of, code_version
 from malmen.tune.experiments.memory import WAYS, measure_memory
 from malmen.tune.experiments.results import write_results
 from malmen.tune.experiments.settings import KINDS, ExperimentConfig
@@ -33,7 +32,7 @@ from malmen.tune.experiments.work import do_cells
 _ABOUT = "experiment.json"
 # What may differ when a folder is gone on with: no number depends on it.
 _FREE = (
-    "code", "experiment.cpus", "experiment.gpus", "experiment.settings", "experiment.recipes.", "experiment.config",
+    "experiment.cpus", "experiment.gpus", "experiment.settings", "experiment.recipes.", "experiment.config",
     "experiment.seeds", "experiment.methods", "experiment.edits", "experiment.ablations", "experiment.ablation_edits",
     "experiment.rounds", "experiment.memory_edits",  # which cells there are
     "config.cluster.", "config.tracking.", "config.batch.", "config.baselines.memit.cache_dir",
@@ -91,8 +90,9 @@ def _run(
     settings: ExperimentConfig, wanted: set[str], config: Config, folder: Path, groups: Sequence[Group],
     address: str | None, listener: ExperimentListener,
 ) -> list[Path]:  # fmt: skip
-    if remark := begin_folder(folder, settings, config):
-        listener.event(remark)
+    begin_folder(folder, settings, config)
+    if others := sorted(Cells(folder).codes() - {code_version()}):
+        listener.event(f"{folder} holds measurements of other code: {'; '.join(others)}; this is {code_version()}")
     with Tracker.start(config, str(folder), {"malmen.experiment": ",".join(sorted(wanted))}) as tracker:
         lost = _run_groups(groups, settings, folder, config, address, listener)
         if "memory" in wanted:
@@ -114,14 +114,12 @@ def base_config(settings: ExperimentConfig) -> Config:
     return parse_config(raw, settings.config)
 
 
-def begin_folder(folder: Path, settings: ExperimentConfig, config: Config) -> str | None:
+def begin_folder(folder: Path, settings: ExperimentConfig, config: Config) -> None:
     """The folder belongs to one set of settings: numbers of another would be mixed with them.
 
-    Those of another code are kept (it may differ in a comment), but that is told, here and in the report.
+    Those of other code are kept (it may differ in a comment), but that is told, and stands in the report.
     """
-    code = code_version()
     about: dict[str, Any] = {
-        "code": [code],
         "experiment": settings.model_dump(mode="json"),
         "config": config.model_dump(mode="json"),
         "data": data_fingerprint(config),
@@ -144,24 +142,12 @@ def begin_folder(folder: Path, settings: ExperimentConfig, config: Config) -> st
         if changed:
             raise UsageError(f"{folder} holds experiments with another {', '.join(changed)}; choose another --out")
         about["experiment"]["recipes"] = {**known.recipes, **settings.recipes}
-        about["code"] = [one for one in before.get("code", ["unknown"]) if one != code] + [code]
         whole_file(path, json.dumps(about, indent=1) + "\n")
-        others = ", ".join(about["code"][:-1])
-        return f"{folder} also holds measurements of other code ({others}; this is {code})" if others else None
+        return
     if folder.exists() and any(not path.name.startswith(".writing-") for path in folder.iterdir()):
         raise UsageError(f"{folder} holds something else: choose another --out")
     folder.mkdir(parents=True, exist_ok=True)
     whole_file(path, json.dumps(about, indent=1) + "\n")
-    return None
-
-
-def code_version() -> str:
-    """The package's version, and a hash of the source that numbers depend on: in a checkout the version stays."""
-    found = hashlib.sha256()
-    for room in (Path(malmen.__file__).parent, Path(__file__).parent):
-        for path in sorted(room.rglob("*.py")):
-            found.update(path.relative_to(room).as_posix().encode() + path.read_bytes())
-    return f"malmen {malmen.__version__}, source {found.hexdigest()[:12]}"
 
 
 def _corpus_hash(config: Config) -> str | None:
@@ -243,18 +229,23 @@ def _startable(queue: Sequence[Group], running: Sequence[Group]) -> list[Group]:
 
 
 def _run_memory(settings: ExperimentConfig, config: Config, folder: Path, listener: ExperimentListener) -> None:
-    """Each in a process of its own, as many at once as there are cores; they use one each."""
-    path = folder / "cells" / "memory.json"
+    """Each in a process of its own, as many at once as there are cores and memory for; they use one core each."""
+    path = folder / "cells" / MEMORY
     rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     rows = [row for row in rows if "error" not in row and "seed" in row]  # what failed is tried again
     done = {(row["way"], row["edits"], row["seed"]) for row in rows}
     asked = [(way, edits, seed) for way in WAYS for edits in settings.memory_edits for seed in settings.seeds]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30 / settings.memory_gb
+    pool = ThreadPoolExecutor(max(1, min(os.cpu_count() or 1, int(room))))
+    try:
         waiting = [pool.submit(measure_memory, config, *one, settings.memory_gb) for one in asked if one not in done]
         for measured in as_completed(waiting):
-            rows.append(row := measured.result())
+            row = measured.result()
+            rows.append({**row, "code": code_version()})
             whole_file(path, json.dumps(rows, indent=1) + "\n")
             listener.event(f"memory of {row['edits']} edits, {row['way']}, seed {row['seed']}: measured")
+    finally:
+        pool.shutdown(cancel_futures=True)  # who interrupts waits for those under way, not for all
 
 
 def _log(tracker: Tracker, groups: Sequence[Group], folder: Path, written: Sequence[Path]) -> None:

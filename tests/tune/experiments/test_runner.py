@@ -21,7 +21,7 @@ from malmen.overlay import edited
 from malmen.sampling import validation_records
 from malmen.training import make_editor
 from malmen.tune.experiments import work
-from malmen.tune.experiments.cells import Cell, Cells, cells_of
+from malmen.tune.experiments.cells import Cell, Cells, cells_of, code_version
 from malmen.tune.experiments.figures import draw
 from malmen.tune.experiments.memory import measure_memory
 from malmen.tune.experiments.report import _scores, write_report
@@ -30,7 +30,6 @@ from malmen.tune.experiments.runner import (
     ExperimentListener,
     base_config,
     begin_folder,
-    code_version,
     run_experiments,
 )
 from malmen.tune.experiments.settings import ExperimentConfig, load_experiment
@@ -232,16 +231,17 @@ def test_a_corpus_that_has_changed_needs_another_folder(settings: ExperimentConf
         begin_folder(tmp_path / "experiment", chosen, base_config(chosen))
 
 
-def test_measurements_of_other_code_are_gone_on_with_and_told(settings: ExperimentConfig, tmp_path: Path) -> None:
-    folder, about = tmp_path / "experiment", tmp_path / "experiment" / "experiment.json"
-    assert begin_folder(folder, settings, base_config(settings)) is None
-    assert begin_folder(folder, settings, base_config(settings)) is None
-    known = json.loads(about.read_text())
-    assert known["code"] == [code_version()]
-    about.write_text(json.dumps({**known, "code": ["malmen 0.0.9, source abcdef"]}))
-    remark = begin_folder(folder, settings, base_config(settings))
-    assert remark and "malmen 0.0.9, source abcdef" in remark and code_version() in remark
-    assert f"malmen 0.0.9, source abcdef; {code_version()}" in write_report(folder).read_text()
+def test_a_measurement_tells_whose_code_made_it(settings: ExperimentConfig, tmp_path: Path) -> None:
+    begin_folder(tmp_path / "experiment", settings, base_config(settings))
+    store = Cells(tmp_path / "experiment")
+    store.put(Cell("malmen", 0, 4), {"error": "singular"})
+    assert store.codes() == {code_version()}
+    assert "malmen 0." in code_version()
+    old = tmp_path / "experiment" / "cells" / "memory.json"  # of an earlier version, which told nothing
+    old.write_text(json.dumps([{"way": "decomposed", "edits": 4, "code": "malmen 0.0.9, source abc"}, {"edits": 8}]))
+    assert store.codes() == {code_version(), "malmen 0.0.9, source abc", "unknown"}
+    page = write_report(tmp_path / "experiment").read_text()
+    assert f"Measured by malmen 0.0.9, source abc; {code_version()}; unknown" in page
 
 
 def test_held_out_facts_of_another_matter_are_refused_before_anything_runs(
