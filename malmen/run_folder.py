@@ -103,13 +103,11 @@ def run_facts(location: str | Path) -> dict[str, Any]:
 def run_evaluations(location: str | Path) -> list[tuple[int, dict[str, Any]]]:
     """The evaluations of the run in a folder up to its newest checkpoint: those that it will not make again."""
     store = RunStore(location)
-    if not store.checkpoints():
-        return []
-    state = read_state(latest_checkpoint(location))
+    states = [read_state(store.join(name)) for name in store.checkpoints()]
     found = {row["step"]: row["scores"] for row in _read_history(store) if row.get("scores")}
-    if state["scores"]:  # a driver that was killed may not have heard of it
-        found[int(state["step"])] = state["scores"]
-    return [(step, scores) for step, scores in sorted(found.items()) if step <= state["step"]]
+    # A driver that was killed may not have heard of the newest, nor, if it was slow, of the one before.
+    found |= {int(state["step"]): state["scores"] for state in states if state["scores"]}
+    return [(step, scores) for step, scores in sorted(found.items()) if states and step <= states[-1]["step"]]
 
 
 def _read_run(store: RunStore) -> dict[str, Any] | None:

@@ -115,7 +115,9 @@ def make_editor(lm: LanguageModel, config: Config) -> Editor:
     """A fresh editor, drawn from the config's seed; if keys are to be preserved, it knows them."""
     editor = seeded_editor(find_layers(lm.model, config.editor.layers, config.editor.ffn), config).to(lm.device)
     if config.editor.preserving:
-        batches = encode_batches(lm, preserved_facts(config, training_records(config)(0)), config)
+        facts = preserved_facts(config, training_records(config)(0))
+        log.info("reading %d texts whose keys are to be preserved", len(facts))
+        batches = encode_batches(lm, facts, config)
         for part in layers_at_once(editor.layers):
             sums = KeySums(lm, part)
             for batch in batches:

@@ -103,10 +103,11 @@ def test_the_evaluations_that_a_run_will_not_make_again_are_known_even_if_its_dr
     folder = RunFolder.open(tmp_path, make_config())
     folder.begin()
     assert run_evaluations(tmp_path) == []
-    for step in (1, 2, 5):
+    for step in (1, 2, 6):
         folder.add({"step": step, "scores": {"edit_success": step / 10}})
-    checkpoint = tmp_path / "checkpoint-0000004"
-    checkpoint.mkdir()
-    (checkpoint / "state.json").write_text(json.dumps({"format": 1, "step": 4, "scores": {"edit_success": 0.4}}))
-    expected = [(step, {"edit_success": step / 10}) for step in (1, 2, 4)]
-    assert run_evaluations(tmp_path) == expected
+    for step in (3, 4, 5):  # the last one was saved and not measured yet
+        checkpoint = tmp_path / f"checkpoint-000000{step}"
+        checkpoint.mkdir()
+        scores = {"edit_success": step / 10} if step < 5 else {}
+        (checkpoint / "state.json").write_text(json.dumps({"format": 1, "step": step, "scores": scores}))
+    assert run_evaluations(tmp_path) == [(step, {"edit_success": step / 10}) for step in (1, 2, 3, 4)]
