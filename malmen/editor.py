@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
+from malmen.adam import adam_state, load_adam_state, make_adam, schedule
 from malmen.config import Config
 from malmen.data.records import Fact
 from malmen.errors import EditError
@@ -198,44 +199,24 @@ class Editor(nn.Module):
         self.last_grad_norm = float(norm)
         optimizer = self.optimizer()
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * self._schedule()
+            group["lr"] = group["initial_lr"] * schedule(self.config.training, self.steps_done)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self.steps_done += 1
 
     def optimizer(self) -> torch.optim.Adam:
-        """Adam over θ; the scalars (log η, log λ) may have a learning rate of their own."""
+        """Adam over θ."""
         if self._optimizer is None:
-            training = self.config.training
-            scalars = [value for name, value in self.named_parameters() if name.rsplit(".", 1)[-1].startswith("log_")]
-            rest = [value for name, value in self.named_parameters() if not name.rsplit(".", 1)[-1].startswith("log_")]
-            groups = [
-                {"params": rest, "lr": training.meta_lr, "initial_lr": training.meta_lr},
-                {"params": scalars, "lr": training.meta_lr, "initial_lr": training.scalar_lr or training.meta_lr},
-            ]
-            self._optimizer = torch.optim.Adam(groups, fused=True)
+            self._optimizer = make_adam(self, self.config.training)
         return self._optimizer
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Adam's state as plain tensors, by parameter."""
-        state = self.optimizer().state
-        return {
-            f"{name}/{slot}": value
-            for name, parameter in self.named_parameters()
-            for slot, value in state.get(parameter, {}).items()
-        }
+        return adam_state(self, self.optimizer())
 
     def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
         """What `optimizer_state` gave."""
-        state = self.optimizer().state
-        for name, parameter in self.named_parameters():
-            slots = {
-                key.rsplit("/", 1)[1]: value.to(parameter.device, copy=True)
-                for key, value in tensors.items()
-                if key.rsplit("/", 1)[0] == name
-            }
-            if slots:
-                state[parameter] = slots
+        load_adam_state(self, self.optimizer(), tensors)
 
     # --- the hyper-network in batches ----------------------------------------------------------------
 
@@ -327,13 +308,6 @@ class Editor(nn.Module):
             for shape, members in self.groups.items()
             for index, layer in enumerate(members)
         }
-
-    def _schedule(self) -> float:
-        training = self.config.training
-        rising = min(1.0, (self.steps_done + 1) / (training.warmup_steps + 1))
-        if training.schedule == "constant":
-            return rising
-        return rising * 0.5 * (1 + math.cos(math.pi * min(1.0, self.steps_done / max(1, training.steps))))
 
 
 def seeded_editor(layers: Sequence[LayerSpec], config: Config) -> Editor:

@@ -22,10 +22,9 @@ from malmen.sampling import validation_records
 from malmen.training import make_editor
 from malmen.tune.experiments import work
 from malmen.tune.experiments.cells import Cell, Cells, cells_of, code_version
-from malmen.tune.experiments.figures import draw
 from malmen.tune.experiments.memory import measure_memory
-from malmen.tune.experiments.report import _scores, write_report
-from malmen.tune.experiments.results import memory_summary, write_results
+from malmen.tune.experiments.report import write_report
+from malmen.tune.experiments.results import write_results
 from malmen.tune.experiments.runner import (
     ExperimentListener,
     base_config,
@@ -293,13 +292,6 @@ def test_in_rounds_ultraedit_normalises_over_all_tokens_it_has_seen(settings: Ex
     assert any(not torch.allclose(second[name], fresh[name]) for name in second)
 
 
-def test_seeds_that_failed_are_told_beside_the_others(tmp_path: Path) -> None:
-    row = {"variant": "ft", "label": "FT", "edits": 4, "errors": ["singular"], "seeds": 1}
-    numbers = {name: {"mean": 0.9, "deviation": 0.0, "values": [0.9]} for name in ("edit_success", "score")}
-    found = {"experiment": "scaling", "rows": [{**row, **numbers}], "model": "builtin", "seeds": [0, 1]}
-    assert "1 of the seeds; the others failed: singular" in _scores(found)
-
-
 def test_each_experiment_asks_only_for_what_it_needs(settings: ExperimentConfig) -> None:
     config = base_config(settings)
     wanted = {
@@ -338,19 +330,3 @@ def test_the_memory_of_a_step_is_measured_and_running_out_is_told(settings: Expe
     assert found["peak_mb"] >= found["before_mb"] > 50
     lost = measure_memory(config, "decomposed", 4, 1, 0.05)
     assert lost == {"way": "decomposed", "edits": 4, "seed": 1, "ran_out": 0.05}
-
-
-def test_a_picture_can_be_drawn_again_from_its_json_alone(tmp_path: Path) -> None:
-    held, lost = {"peak_mb": 100.0, "before_mb": 80.0}, {"ran_out": 4.0}
-    rows = [
-        {
-            "way": way,
-            "edits": edits,
-            **memory_summary([lost if way == "concatenated" and edits == 64 else held, held]),
-        }
-        for way in ("decomposed", "concatenated")
-        for edits in (32, 64)
-    ]
-    found = json.loads(json.dumps({"experiment": "memory", "model": "builtin", "seeds": [0, 1], "rows": rows}))
-    assert [path.suffix for path in draw(found, tmp_path)] == [".png", ".svg"]
-    assert (tmp_path / "memory.svg").stat().st_size > 1000

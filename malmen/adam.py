@@ -1,0 +1,51 @@
+"""Adam over θ: its groups, its schedule, and its state as plain tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from malmen.config import TrainingConfig
+
+
+def make_adam(theta: nn.Module, training: TrainingConfig) -> torch.optim.Adam:
+    """The scalars (log η, log λ) may have a learning rate of their own."""
+    scalars = [value for name, value in theta.named_parameters() if name.rsplit(".", 1)[-1].startswith("log_")]
+    rest = [value for name, value in theta.named_parameters() if not name.rsplit(".", 1)[-1].startswith("log_")]
+    groups = [
+        {"params": rest, "lr": training.meta_lr, "initial_lr": training.meta_lr},
+        {"params": scalars, "lr": training.meta_lr, "initial_lr": training.scalar_lr or training.meta_lr},
+    ]
+    return torch.optim.Adam(groups, fused=True)
+
+
+def schedule(training: TrainingConfig, steps_done: int) -> float:
+    """What the learning rates are multiplied with in the next step."""
+    rising = min(1.0, (steps_done + 1) / (training.warmup_steps + 1))
+    if training.schedule == "constant":
+        return rising
+    return rising * 0.5 * (1 + math.cos(math.pi * min(1.0, steps_done / max(1, training.steps))))
+
+
+def adam_state(theta: nn.Module, adam: torch.optim.Adam) -> dict[str, Tensor]:
+    """Plain tensors, by parameter."""
+    return {
+        f"{name}/{slot}": value
+        for name, parameter in theta.named_parameters()
+        for slot, value in adam.state.get(parameter, {}).items()
+    }
+
+
+def load_adam_state(theta: nn.Module, adam: torch.optim.Adam, tensors: Mapping[str, Tensor]) -> None:
+    """What `adam_state` gave."""
+    for name, parameter in theta.named_parameters():
+        slots = {
+            key.rsplit("/", 1)[1]: value.to(parameter.device, copy=True)
+            for key, value in tensors.items()
+            if key.rsplit("/", 1)[0] == name
+        }
+        if slots:
+            adam.state[parameter] = slots
