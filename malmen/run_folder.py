@@ -88,6 +88,10 @@ class RunFolder:
             with (self.store.location / HISTORY).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
 
+    def has_scores(self, step: int) -> bool:
+        """Whether the history has an evaluation of this step; where a run was killed, one is made again."""
+        return any(row["step"] == step and row.get("scores") for row in self.history)
+
     def flush(self) -> None:
         """Write the whole history where it cannot be appended to."""
         if not self.store.is_local:

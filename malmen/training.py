@@ -85,8 +85,9 @@ def train(
         step, scores = editor.steps_done, evaluate_editor(lm, editor, records, config, generate=False).scores()
         if on_evaluation:
             on_evaluation(step, scores)
+        if not opened.has_scores(step):  # before the checkpoint has them: what that has is not measured again
+            opened.add({"step": step, "scores": scores, "damping": editor.damping(), "edit_lr": editor.edit_lr()})
         add_scores(folder, step, scores, keep=training.keep_checkpoints)
-        opened.add({"step": step, "scores": scores, "damping": editor.damping(), "edit_lr": editor.edit_lr()})
 
     not_measured = opened.checkpoint is not None and not read_state(opened.checkpoint)["scores"]
     if not_measured and _is_measured(training, editor.steps_done):  # the run was interrupted just there

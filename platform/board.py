@@ -7,10 +7,11 @@ from typing import Any
 
 
 class Board:
-    """A small Ray actor. Nothing waits for it; if it is lost, so is the driver."""
+    """A small Ray actor. If it is lost, so is the driver."""
 
     def __init__(self) -> None:
         self._rows: list[dict[str, Any]] = []
+        self._in_hand = False  # whether the driver has rows that it has not written yet
         self._doing: dict[str, tuple[str, float]] = {}
         self._stopped = False
 
@@ -23,9 +24,14 @@ class Board:
         self._rows.append(row)
 
     def take(self) -> list[dict[str, Any]]:
-        """The rows since the last time."""
+        """The rows since the last time. Who asks again has written those it got before."""
         rows, self._rows = self._rows, []
+        self._in_hand = bool(rows)
         return rows
+
+    def written(self) -> bool:
+        """Whether the driver has written all rows, or wants no more of them."""
+        return self._stopped or not (self._rows or self._in_hand)
 
     def doing(self) -> list[str]:
         """Who does what, for people."""

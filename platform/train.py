@@ -41,6 +41,7 @@ from malmen.sampling import check_held_out, data_fingerprint
 
 logger = logging.getLogger(__name__)
 
+_OF_STEPS, _OF_EVALUATIONS = "loss/meta", "held_out/edit_success"  # metrics that every such row has
 _STEP_FIELDS = ("generalization_loss", "locality_loss", "meta_loss", "grad_norm", "seconds")
 
 
@@ -100,6 +101,7 @@ def train(
         check_room(config.cluster, roles)
         with Tracker.start(config, str(out), tags, folder.facts.get("mlflow_run"), parent) as tracker:
             folder.begin({"mlflow_run": tracker.run_id, "finished": False})
+            _log_what_is_missing(folder, tracker)
             if folder.steps_done:
                 listener.event(f"going on from step {folder.steps_done} of {folder.store.location}")
             _run(config, layers, roles, folder, tracker, listener)
@@ -224,7 +226,8 @@ def _follow(
             raise EditError(
                 f"nothing happened for cluster.stall_seconds={stall_seconds:g}; who does what: {'; '.join(waiting)}"
             )
-        fit.join(0.2)
+        if not rows:
+            fit.join(0.1)
 
 
 def _take(row: Mapping[str, Any], folder: RunFolder, tracker: Tracker, listener: Listener) -> None:
@@ -236,45 +239,50 @@ def _take(row: Mapping[str, Any], folder: RunFolder, tracker: Tracker, listener:
         listener.event(f"step {step}: {row['why']}; restored, going on")
     elif kind == "remark":
         listener.event(row["text"])
-    elif kind == "checkpoint":
+    elif kind == "saving":
         folder.flush()
+    elif kind == "checkpoint":
         check_shared(folder.store, step)
     elif kind == "step" and step > (folder.history[-1]["step"] if folder.history else 0):
         report = StepReport(**{name: row[name] for name in _STEP_FIELDS})
         folder.add({name: value for name, value in row.items() if name != "kind"})
         listener.step(step, report)
-        tracker.log(step, _step_metrics(row))
+        tracker.log(step, _metrics(row))
     elif kind == "evaluation":
         _take_evaluation(dict(row), folder, tracker, listener)
 
 
 def _take_evaluation(row: dict[str, Any], folder: RunFolder, tracker: Tracker, listener: Listener) -> None:
     step, scores = row["step"], row["scores"]
-    if any(old.get("scores") and old["step"] == step for old in folder.history):
+    if folder.has_scores(step):
         return
     folder.add({"step": step, "scores": scores, "lm_memory": row["lm_memory"]})
+    folder.flush()
     listener.evaluation(step, scores)
-    peaks = {
-        f"memory_mb/lm{rank}/{kind}": peak
-        for rank, found in enumerate(row["lm_memory"])
-        for kind, peak in found.items()
-    }
-    tracker.log(step, {**{f"held_out/{name}": value for name, value in scores.items()}, **peaks})
+    tracker.log(step, _metrics(row))
 
 
-def _step_metrics(row: Mapping[str, Any]) -> dict[str, float]:
-    metrics = {f"loss/{name}": row[f"{name}_loss"] for name in ("generalization", "locality", "meta")}
-    metrics |= {
-        "seconds/step": row["wall"],
-        "grad_norm": row["grad_norm"],
-        "bytes_moved": row["bytes_moved"],
-        "cache_mb": row["cache_mb"],
-    }
-    metrics |= {f"seconds/{stage}": seconds for stage, seconds in row["seconds"].items()}
-    metrics |= {f"damping/{layer}": value for layer, value in row["damping"].items()}
-    metrics |= {f"edit_lr/{layer}": value for layer, value in row["edit_lr"].items()}
-    for index, found in enumerate(row["hypernet_memory"]):
-        metrics |= {f"memory_mb/hypernet{index}/{kind}": peak for kind, peak in found.items()}
+def _log_what_is_missing(folder: RunFolder, tracker: Tracker) -> None:
+    """A driver that was killed took with it what it had not sent yet; its history has it."""
+    if not folder.history:
+        return
+    sent = {name: tracker.steps_sent(name) for name in (_OF_STEPS, _OF_EVALUATIONS)}
+    for row in folder.history:
+        if row["step"] not in sent[_OF_EVALUATIONS if row.get("scores") else _OF_STEPS]:
+            tracker.log(row["step"], _metrics(row))
+
+
+def _metrics(row: Mapping[str, Any]) -> dict[str, float | None]:
+    """What MLflow gets of a row of the history, a step or an evaluation. One that `--local` wrote has less."""
+    metrics = {f"held_out/{name}": value for name, value in row.get("scores", {}).items()}
+    metrics |= {f"loss/{name}": row.get(f"{name}_loss") for name in ("generalization", "locality", "meta")}
+    metrics |= {name: row.get(name) for name in ("grad_norm", "bytes_moved", "cache_mb")}
+    metrics["seconds/step"] = row.get("wall")
+    for kind in ("seconds", "damping", "edit_lr"):
+        metrics |= {f"{kind}/{name}": value for name, value in row.get(kind, {}).items()}
+    for role in ("hypernet", "lm"):
+        for index, found in enumerate(row.get(f"{role}_memory", [])):
+            metrics |= {f"memory_mb/{role}{index}/{kind}": peak for kind, peak in found.items()}
     return metrics
 
 

@@ -175,18 +175,32 @@ class Rank:
         if step and (due or step % self.training.checkpoint_every == 0) and self.saved != step:
             with self.worker.together(f"saving step {step}"):
                 if self.worker.world_rank == 0:
+                    self._record({"kind": "saving", "step": step})
+                    self._wait_for_the_driver()
                     path = self.group.save(self.worker.fingerprint, self.loop.extra)
                     self._record({"kind": "checkpoint", "step": step, "path": path})
                     check_shared(RunStore(self.loop.run), step)
             self.saved = step
         if due and self.evaluated != step:
             scores = self._evaluate()
-            with self.worker.together(f"saving the scores of step {step}"):
-                if self.worker.world_rank == 0:
-                    add_scores(self.loop.run, step, scores, keep=self.training.keep_checkpoints)
-            self.evaluated = step
             memory = self.worker.gather(peak_memory_mb())
             self._record({"kind": "evaluation", "step": step, "scores": scores, "lm_memory": memory})
+            with self.worker.together(f"saving the scores of step {step}"):
+                if self.worker.world_rank == 0:
+                    self._wait_for_the_driver()
+                    add_scores(self.loop.run, step, scores, keep=self.training.keep_checkpoints)
+            self.evaluated = step
+
+    def _wait_for_the_driver(self) -> None:
+        """Until it has written all that happened. A run that goes on from a checkpoint does nothing again that was done
+        before it, so what the history lacks then, it lacks for ever."""
+        patience = self.loop.config.cluster.stall_seconds
+        end = time.monotonic() + patience
+        while not ray.get(self.loop.board.written.remote(), timeout=60):
+            if time.monotonic() > end:
+                logger.warning("the driver has written nothing for %g s; its history may lack steps", patience)
+                return
+            time.sleep(0.02)
 
     def _evaluate(self) -> dict[str, Any]:
         facts = [self.worker.encoder.encode(record.edit) for record in self.records]

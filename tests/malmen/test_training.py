@@ -12,6 +12,7 @@ from small_runs import make_config
 from torch.testing import assert_close
 
 from malmen.checkpoint import load_editor
+from malmen.checkpoint_files import read_state
 from malmen.config import ModelConfig
 from malmen.data.world import world_records
 from malmen.errors import EditError
@@ -99,6 +100,21 @@ def test_an_evaluation_that_fails_costs_no_steps_and_is_made_when_the_run_goes_o
         assert [row["step"] for row in run.history if "meta_loss" in row] == [1, 2, 3, 4, 5, 6]
         assert [row["step"] for row in run.history if "scores" in row] == [2, 4]
     assert resumed.history[5]["scores"] == plain.history[5]["scores"] != plain.history[2]["scores"]
+
+
+@pytest.mark.slow
+def test_an_evaluation_whose_scores_did_not_reach_the_checkpoint_is_in_the_history_once(
+    lm: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(eval_every=2)
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr("malmen.training.add_scores", lambda _run, step, *_, **__: _stop_at(4)(step, None))
+        train(config, tmp_path, lm=lm)
+    assert read_state(tmp_path)["scores"] == {}
+    resumed = train(config, tmp_path, lm=lm)
+    scores = {row["step"]: row["scores"] for row in resumed.history if "scores" in row}
+    assert [row["step"] for row in resumed.history if "scores" in row] == [2, 4]
+    assert read_state(tmp_path / "checkpoint-0000004")["scores"] == scores[4]
 
 
 @pytest.mark.slow

@@ -11,6 +11,27 @@ def test_rows_are_taken_once_and_in_order() -> None:
     assert board.take() == []
 
 
+def test_rows_are_written_when_the_driver_asks_for_the_next() -> None:
+    board = Board()
+    assert board.written()
+    board.record({"step": 1})
+    assert not board.written()
+    board.take()
+    assert not board.written()
+    board.record({"step": 2})
+    board.take()
+    assert not board.written()
+    board.take()
+    assert board.written()
+
+
+def test_nobody_waits_for_a_driver_that_wants_no_more() -> None:
+    board = Board()
+    board.record({"step": 1})
+    board.stop()
+    assert board.written()
+
+
 def test_the_board_says_what_everybody_does_now() -> None:
     board = Board()
     board.note("LM rank 1", "tracing step 3")

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import ray
-from platform_runs import make_platform_config
+from platform_runs import UnreadBoard, make_platform_config
 
 from malmen.config import Config
 from malmen.errors import EditError
 from malmen.layers import find_layers
 from malmen.lm import load_skeleton
-from malmen.platform.board import Board
 from malmen.platform.hypernet_group import HypernetGroup
 from malmen.platform.lm_worker import LMWorker
 from malmen.platform.places import check_shared
@@ -74,7 +73,7 @@ def test_a_rank_that_does_not_see_the_checkpoints_of_the_actors_ends_the_run(tmp
     config = make_platform_config("gpt2", tmp_path)
     layers = find_layers(load_skeleton(config.model)[0], config.editor.layers, config.editor.ffn)
     group = HypernetGroup.start(config, layers, str(tmp_path / "there"), resources={"num_cpus": 0.1}, threads=1)
-    board = ray.remote(Board).options(num_cpus=0).remote()
+    board = ray.remote(UnreadBoard).options(num_cpus=0).remote()
     loop = LoopSettings(config, group, board, str(tmp_path / "here"), 1, False)
     try:
         with pytest.raises(EditError, match=r"step 2 was written to .*here, but node"):

@@ -18,6 +18,9 @@ from mlflow.entities import Run
 from malmen.config import Config, TrackingConfig
 from malmen.errors import EditError
 from malmen.platform.tracking import Tracker, tracking_uri
+from malmen.platform.train import _log_what_is_missing
+from malmen.run_folder import RunFolder
+from malmen.storage import RunStore
 
 pytestmark = pytest.mark.slow  # MLflow makes its tables
 
@@ -174,6 +177,21 @@ def test_a_resumed_run_goes_on_and_its_changed_settings_are_tags(runs: Path, cli
     run = run_of(client, second)
     assert (run.data.params["training.steps"], run.data.tags["resumed.training.steps"]) == ("5", "9")
     assert [metric.step for metric in client.get_metric_history(run.info.run_id, "meta_loss")] == [5, 9]
+
+
+def test_what_a_killed_driver_had_not_sent_is_sent_when_its_run_goes_on(runs: Path, client: MlflowClient) -> None:
+    step = {"meta_loss": 0.5, "locality_loss": 0.1, "seconds": {"trace": 2.0}}
+    rows = [{"step": 1, **step}, {"step": 2, **step}, {"step": 2, "scores": {"edit_success": 0.9}, "lm_memory": []}]
+    folder = RunFolder(RunStore(runs / "a"), Config(), None, 2, history=rows)
+    killed = start(runs)
+    killed.log(1, {"loss/meta": 0.5, "seconds/trace": 2.0})
+    killed.flush()
+    killed._ended.set()  # step 2 goes with it
+    with Tracker.start(Config(), f"{runs}/a", {}, run_id=killed.run_id) as tracker:
+        _log_what_is_missing(folder, tracker)
+    expected = {"loss/meta": [1, 2], "loss/locality": [2], "seconds/trace": [1, 2], "held_out/edit_success": [2]}
+    for name, steps in expected.items():
+        assert [found.step for found in client.get_metric_history(tracker.run_id, name)] == steps, name
 
 
 def test_a_run_that_was_deleted_or_never_was_is_begun_anew(runs: Path, client: MlflowClient) -> None:

@@ -26,6 +26,7 @@ from malmen.platform.hypernet_group import HypernetGroup
 from malmen.platform.tracking import Tracker
 from malmen.platform.train import Listener, TrainedEditor, _follow, train
 from malmen.sampling import data_fingerprint, validation_records
+from malmen.storage import RunStore
 from malmen.training import evaluate_editor
 from malmen.training import train as train_alone
 
@@ -204,6 +205,26 @@ def test_an_evaluation_that_fails_costs_no_steps(
 
 def _no_evaluation(*_args: object) -> None:
     raise EditError("the held-out edits could not be measured")
+
+
+def test_nothing_is_saved_before_the_driver_has_written_what_led_to_it(models: Path, tmp_path: Path) -> None:
+    """Else a killed driver's history would lack steps that a resumed run does not make again."""
+
+    class SlowBoard(Board):
+        """Asked whether all is written, it says no and then yes, and notes what was told last and what is saved."""
+
+        def written(self) -> bool:
+            run = RunStore(tmp_path / "run")
+            saved = read_state(run.join(run.checkpoints()[-1])) if run.checkpoints() else {"step": 0, "scores": {}}
+            told = [row["kind"] for row in self._rows if row["kind"] != "asked"][-1]
+            self._rows.append({"kind": "asked", "what": (told, saved["step"], bool(saved["scores"]))})
+            return [row["kind"] for row in self._rows].count("asked") % 2 == 0
+
+    config = make_platform_config("gpt2", models, training={"steps": 2, "checkpoint_every": 1})
+    history = train_in_turn({"run": config}, tmp_path, SlowBoard)["run"].history
+    asked = [row["what"] for row in history if row["kind"] == "asked"]
+    assert asked[::2] == asked[1::2] == [("saving", 0, False), ("saving", 1, False), ("evaluation", 2, False)]
+    assert read_state(tmp_path / "run")["scores"]
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(

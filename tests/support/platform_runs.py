@@ -22,6 +22,13 @@ from malmen.platform.train import TrainedEditor
 from malmen.platform.train_loop import LoopSettings, Rank
 
 
+class UnreadBoard(Board):
+    """Nobody reads it before the end, and nobody waits for that."""
+
+    def written(self) -> bool:
+        return True
+
+
 def make_platform_config(kind: str, folder: Path, **changes: dict[str, Any]) -> Config:
     """Three steps of five edits in two blocks, with a model and records of this kind in `folder`."""
     model, records = folder / kind, folder / f"{kind}.jsonl"
@@ -42,10 +49,12 @@ def make_platform_config(kind: str, folder: Path, **changes: dict[str, Any]) -> 
     return Config.model_validate(settings)
 
 
-def train_in_turn(configs: Mapping[str, Config], out: Path) -> dict[str, TrainedEditor]:
+def train_in_turn(
+    configs: Mapping[str, Config], out: Path, board_type: type[Board] = UnreadBoard
+) -> dict[str, TrainedEditor]:
     """What `train` does, for several configs one after the other on the same Ray Train workers, whose start takes most
     of such a run's time; a single rank runs in this process. All configs must want as many LM workers."""
-    board = ray.remote(Board).options(num_cpus=0).remote()
+    board = ray.remote(board_type).options(num_cpus=0).remote()
     groups, loops = {}, []
     try:
         for name, config in configs.items():
