@@ -27,7 +27,8 @@ class ModelConfig(Section):
     )
     device: str = Field(
         default="auto",
-        description="`auto`, `cpu`, `cuda`, `cuda:1`, …; `split`: block by block over all GPUs that a process sees",
+        description="`auto`, `cpu`, `cuda`, `cuda:1`, … (on Ray always the GPU that it gives); "
+        "`split`: block by block over all GPUs that a process sees",
     )
     dtype: Literal["auto", "float32", "float64", "bfloat16"] = Field(
         default="auto", description="`auto` is bfloat16 on a GPU that has it, else float32; float16 would underflow"

@@ -144,16 +144,22 @@ def _check_whole(name: str, gpus: float, processes: int) -> None:
 
 def on_own_device(model: ModelConfig, gpus: Sequence[str] | None = None) -> ModelConfig:
     """`auto` is a GPU only in a process that Ray has given one: those that it sees besides are others'."""
-    return on_given_gpu(model, gpus) if model.device == "auto" else model
+    given = on_given_gpu(model, gpus)
+    return given if model.device == "auto" or given.device != "cpu" else model
 
 
 def on_given_gpu(model: ModelConfig, gpus: Sequence[str] | None = None) -> ModelConfig:
-    """A process that Ray has given no GPU is on the CPU, whatever `model.device` says of the language model."""
+    """A process that Ray has given no GPU is on the CPU, whatever `model.device` says of the language model.
+
+    One that has a GPU is on that: the number in `cuda:1` counts a machine's, and each process would take the same.
+    """
     if gpus is None:
         if not ray.is_initialized():
             return model
         gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-    return model if gpus else model.model_copy(update={"device": "cpu"})
+    if not gpus:
+        return model.model_copy(update={"device": "cpu"})
+    return model.model_copy(update={"device": "cuda"}) if model.device.startswith("cuda:") else model
 
 
 def check_room(config: ClusterConfig, roles: Roles) -> None:

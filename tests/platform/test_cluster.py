@@ -137,8 +137,11 @@ def test_processes_that_talk_to_each_other_do_not_share_a_gpu(role: dict[str, An
 
 @pytest.mark.parametrize(
     ("device", "gpus", "used"),
-    [("auto", [], "cpu"), ("auto", ["1"], "auto"), ("cuda", [], "cuda"), ("split", ["0", "1"], "split")],
-)
+    [
+        ("auto", [], "cpu"), ("auto", ["1"], "auto"), ("cuda", [], "cuda"), ("split", ["0", "1"], "split"),
+        ("cuda:1", ["0"], "cuda"), ("cuda:1", [], "cuda:1"), ("cpu", ["0"], "cpu"),
+    ],
+)  # fmt: skip
 def test_a_gpu_that_ray_has_not_given_is_anothers(device: str, gpus: list[str], used: str) -> None:
     assert on_own_device(ModelConfig(device=device), gpus).device == used
 
@@ -149,6 +152,10 @@ def test_an_actor_without_a_gpu_is_on_the_cpu_wherever_the_model_is(
     device: str, gpus: list[str], used: str | None
 ) -> None:
     assert on_given_gpu(ModelConfig(device=device), gpus).device == (used or device)
+
+
+def test_an_actor_is_on_the_gpu_that_ray_gave_it_and_not_on_the_one_of_that_number() -> None:
+    assert on_given_gpu(ModelConfig(device="cuda:1"), ["0"]).device == "cuda"
 
 
 @pytest.mark.parametrize(
