@@ -84,7 +84,8 @@ def _again(config: Config, steps: int) -> Config:
 def _train_again(config: Config, place: Path, parent: str | None, listener: SweepListener) -> None:
     """A run as any other; one that has finished already is left as it is."""
     done = int(read_state(latest_checkpoint(place))["step"]) if list(place.glob("checkpoint-*")) else 0
-    if done < config.training.steps:
+    unfinished = not run_facts(place).get("finished", True)  # its last step may be saved and not measured yet
+    if done < config.training.steps or unfinished:
         train(config, place, parent=parent, register=False, listener=Listener(event=listener.event))
 
 

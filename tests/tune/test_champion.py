@@ -1,9 +1,15 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from malmen.config import Config
 from malmen.errors import EditError
-from malmen.tune.champion import best_trial
+from malmen.run_folder import RunFolder
+from malmen.tune.champion import _train_again, best_trial
+from malmen.tune.follow import SweepListener
 from malmen.tune.record import Judgement, Status, TrialRecord
 
 
@@ -21,3 +27,20 @@ def test_the_best_trial_is_the_highest_score_after_all_steps_and_of_equals_the_f
 def test_without_a_finished_trial_the_reasons_are_named() -> None:
     with pytest.raises(EditError, match=r"no trial has finished.*trial 1: it broke"):
         best_trial([trial(0, 0.5, "stopped"), trial(1, 0.5, "failed")])
+
+
+@pytest.mark.parametrize(("saved", "finished", "goes_on"), [(None, False, True), (5, False, True), (5, True, False)])
+def test_the_best_trials_second_training_goes_on_until_it_is_measured(
+    saved: int | None, finished: bool, goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was killed between its last checkpoint and that one's scores has all its steps, and no score."""
+    config = Config.model_validate({"training": {"steps": 5}})
+    RunFolder.open(tmp_path, config).begin({"finished": finished})
+    if saved:
+        (tmp_path / f"checkpoint-{saved:07d}").mkdir()
+        state = {"format": 1, "step": saved, "scores": {}}
+        (tmp_path / f"checkpoint-{saved:07d}" / "state.json").write_text(json.dumps(state))
+    trained: list[Path] = []
+    monkeypatch.setattr("malmen.tune.champion.train", lambda _config, place, **_: trained.append(place))
+    _train_again(config, tmp_path, None, SweepListener())
+    assert trained == [tmp_path] * goes_on
