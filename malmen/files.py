@@ -44,9 +44,9 @@ def whole_file(path: Path, text: str) -> None:
     fresh = path.with_name(f".writing-{path.name}")
     try:
         fresh.write_text(text, encoding="utf-8")
-        _sync(fresh)
+        sync(fresh)
         fresh.replace(path)
-        _sync(path.parent)
+        sync(path.parent)
     finally:
         fresh.unlink(missing_ok=True)
 
@@ -70,15 +70,15 @@ def whole_folder(target: Path, replaces: str) -> Iterator[Path]:
         except SafetensorError as error:
             raise OSError(f"cannot write {target}: {error}") from error
         for path in (*fresh.rglob("*"), fresh):
-            _sync(path)
+            sync(path)
         if target.exists():
             # Renamed away, not deleted: until the new one stands in its place nothing is lost.
             target.rename(Path(scratch) / "old")
         fresh.rename(target)
-        _sync(target.parent)
+        sync(target.parent)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """A file's content, or a folder's names, onto the disk; a network file system may not know how for folders."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

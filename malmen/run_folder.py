@@ -11,7 +11,7 @@ from typing import Any
 from malmen.checkpoint_files import latest_checkpoint, read_config, read_state
 from malmen.config import Config, parse_config
 from malmen.errors import EditError
-from malmen.files import whole_file
+from malmen.files import sync, whole_file
 from malmen.storage import RunStore
 
 RUN, HISTORY = "run.json", "history.jsonl"
@@ -62,14 +62,18 @@ class RunFolder:
                 f"{store.location} already holds a finished run of {done} steps; choose another --out{more}"
             )
         store.check_writable()
-        return cls(store, config, checkpoint, done, found["facts"], [row for row in history if row["step"] <= done])
+        return cls(store, config, checkpoint, done, found["facts"], history)
 
     def begin(self, facts: Mapping[str, Any] | None = None) -> None:
         """From here on the folder holds this run, with what it notes of itself; nothing was written before."""
         self.facts.update(facts or {})
         content = {"config": self.config.model_dump(mode="json"), "facts": self.facts}
         self.store.write_text(RUN, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-        if self.store.exists(HISTORY) and isinstance(self.store.location, Path):  # without steps to be run again
+
+    def cut(self, step: int) -> None:
+        """The run goes on from this step: what the history has of later ones will happen again."""
+        self.history[:] = [row for row in self.history if row["step"] <= step]
+        if isinstance(self.store.location, Path) and self.store.exists(HISTORY):
             whole_file(self.store.location / HISTORY, _lines(self.history))
 
     def check_data(self, fingerprint: str) -> None:
@@ -82,7 +86,7 @@ class RunFolder:
         self.facts["data"] = fingerprint
 
     def add(self, row: dict[str, Any]) -> None:
-        """A row of the history. On a disk it is there at once; elsewhere with the next `flush`."""
+        """A row of the history. It is there for ever with the next `flush`."""
         self.history.append(row)
         if isinstance(self.store.location, Path):
             with (self.store.location / HISTORY).open("a", encoding="utf-8") as file:
@@ -93,9 +97,11 @@ class RunFolder:
         return any(row["step"] == step and row.get("scores") for row in self.history)
 
     def flush(self) -> None:
-        """Write the whole history where it cannot be appended to."""
-        if not self.store.is_local:
+        """Write the whole history where it cannot be appended to; on a disk, see that it outlives the machine."""
+        if not isinstance(self.store.location, Path):
             self.store.write_text(HISTORY, _lines(self.history))
+        elif self.history:
+            sync(self.store.location / HISTORY)
 
 
 def run_facts(location: str | Path) -> dict[str, Any]:

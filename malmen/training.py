@@ -79,6 +79,7 @@ def train(
     editor.config = config
     run = TrainingRun(folder, lm, editor, opened.history)
     opened.begin()
+    opened.cut(editor.steps_done)
     caches, training = sampler.caches(fingerprint, lm.dtype), config.training
 
     def measure() -> None:
@@ -87,6 +88,7 @@ def train(
             on_evaluation(step, scores)
         if not opened.has_scores(step):  # before the checkpoint has them: what that has is not measured again
             opened.add({"step": step, "scores": scores, "damping": editor.damping(), "edit_lr": editor.edit_lr()})
+        opened.flush()
         add_scores(folder, step, scores, keep=training.keep_checkpoints)
 
     not_measured = opened.checkpoint is not None and not read_state(opened.checkpoint)["scores"]
@@ -99,6 +101,7 @@ def train(
             on_step(step, report)
         opened.add({"step": step, **vars(report)})
         if _is_measured(training, step) or step == training.steps or step % training.checkpoint_every == 0:
+            opened.flush()
             save_checkpoint(folder, editor, fingerprint, keep=training.keep_checkpoints)
         if _is_measured(training, step):
             measure()

@@ -30,8 +30,8 @@ class Board:
         return rows
 
     def written(self) -> bool:
-        """Whether the driver has written all rows, or wants no more of them."""
-        return self._stopped or not (self._rows or self._in_hand)
+        """Whether the driver has written all rows."""
+        return not (self._rows or self._in_hand)
 
     def doing(self) -> list[str]:
         """Who does what, for people."""

@@ -168,8 +168,11 @@ class HypernetActor:
         self._check(generation)
         self._grads.setdefault(step, {}).update(grads)
 
-    def backward(self, generation: str, step: int) -> dict[str, Any]:
-        """(v)–(vii) Pullback, proxy loss in batches, sum of θ's gradient over the actors, Adam."""
+    def backward(self, generation: str, step: int, told: dict[str, Any]) -> dict[str, Any]:
+        """(v)–(vii) Pullback, proxy loss in batches, sum of θ's gradient over the actors, Adam.
+
+        The report of the step holds what the ranks have told of it, for those who come after a rank is lost.
+        """
         self._check(generation)
         if step == self.editor.steps_done:
             with self._note(f"back-propagating step {step}"):
@@ -184,6 +187,7 @@ class HypernetActor:
                 self._solved = None
                 self._report = {
                     "step": step,
+                    "told": told,
                     "grad_norm": self.editor.last_grad_norm,
                     "damping": self.editor.damping(),
                     "edit_lr": self.editor.edit_lr(),
@@ -191,6 +195,11 @@ class HypernetActor:
                     "memory": peak_memory_mb(),
                 }
         assert self._report["step"] == step, (self._report["step"], step)
+        return self._report
+
+    def report(self, generation: str) -> dict[str, Any]:
+        """Of the last step."""
+        self._check(generation)
         return self._report
 
     def save(self, generation: str, run: str, fingerprint: str, extra: Mapping[str, Any]) -> str:

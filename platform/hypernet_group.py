@@ -102,9 +102,13 @@ class HypernetGroup:
             refs.append(actor.put_grads.remote(self.generation, step, ray.put(mine)))
         self._get(refs)
 
-    def start_backward(self, step: int) -> list[Any]:
-        """(v)–(vii) without waiting: `finish` waits."""
-        return [actor.backward.remote(self.generation, step) for actor in self.actors]
+    def start_backward(self, step: int, told: Mapping[str, Any]) -> list[Any]:
+        """(v)–(vii) without waiting: `finish` waits. What the ranks tell of the step goes into the actors' reports."""
+        return [actor.backward.remote(self.generation, step, dict(told)) for actor in self.actors]
+
+    def reports(self) -> list[dict[str, Any]]:
+        """What the actors report of the last step they did since they were started."""
+        return self._get([actor.report.remote(self.generation) for actor in self.actors])
 
     def finish(self, pending: Sequence[Any]) -> list[dict[str, Any]]:
         """What the actors report of the step, one by one."""

@@ -47,7 +47,6 @@ class LMWorker:
         self.spare = self.sampler.batch(0).edits[0]
         self.fingerprint = self.lm.fingerprint()
         self.caches = self.sampler.caches(self.fingerprint, self.lm.dtype)
-        self.under_way: Any = None  # what meta_step.py has begun
 
     @property
     def shift_dtype(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from malmen.meta import StepReport, Stopwatch, naming_records
+from malmen.meta import Stopwatch, naming_records
 from malmen.platform.hypernet_group import HypernetGroup
 from malmen.platform.lm_worker import LMWorker
 from malmen.trace import Traces
@@ -15,30 +15,9 @@ from malmen.trace import Traces
 class Stepped:
     """What a step gave, and the traces of the next one if they were made meanwhile."""
 
-    report: StepReport
-    actors: list[dict[str, Any]]  # what each hypernet actor says of the step
-    bytes_moved: int
+    actors: list[dict[str, Any]]  # what each hypernet actor says of the step; only rank 0 asks them
+    seconds: dict[str, float]  # by stage, on this rank
     ahead: Traces | None
-
-
-@dataclass
-class UnderWay:
-    """A step whose last stages are the actors' alone. If one is lost then, the others may have done it all the same."""
-
-    step: int
-    losses: tuple[float, float]
-    seconds: dict[str, float]
-    bytes_moved: int
-
-    def end(self, worker: LMWorker, group: HypernetGroup, pending: list[Any], ahead: Traces | None) -> Stepped:
-        """Wait for the actors' reports."""
-        with worker.together(f"waiting for the end of step {self.step}", self.seconds, "wait"):
-            actors = group.finish(pending)
-        for stage in ("hypernet", "adam"):
-            self.seconds[stage] = max((report["seconds"][stage] for report in actors), default=0.0)
-        meta_loss = self.losses[0] + worker.config.training.locality_coef * self.losses[1]
-        norm = actors[0]["grad_norm"] if actors else float("nan")  # only rank 0 asks the actors
-        return Stepped(StepReport(*self.losses, meta_loss, norm, self.seconds), actors, self.bytes_moved, ahead)
 
 
 def meta_step(worker: LMWorker, group: HypernetGroup, step: int, traces: Traces | None, *, overlap: bool) -> Stepped:
@@ -67,21 +46,18 @@ def meta_step(worker: LMWorker, group: HypernetGroup, step: int, traces: Traces 
     with worker.together(f"sending the shift gradients of step {step}", watch.seconds, "send"):
         group.put_grads(step, shift_grads)
 
-    moved = sum(worker.gather(group.bytes_sent - sent_before))
-    worker.under_way = UnderWay(step, losses, watch.seconds, moved)
-    pending = group.start_backward(step) if worker.world_rank == 0 else []  # (v)–(vii) pullback, proxy loss, Adam
+    # The actors keep it with their own reports of the step: they may end it when no rank is there to hear of it.
+    told = {
+        "losses": losses,
+        "seconds": watch.seconds,
+        "bytes_moved": sum(worker.gather(group.bytes_sent - sent_before)),
+    }
+    pending = group.start_backward(step, told) if worker.world_rank == 0 else []  # (v)–(vii) pullback, proxy loss, Adam
     ahead = None
     if overlap and not last:
         with watch("trace"):
             worker.note(f"tracing step {step + 1} ahead")
             ahead = worker.trace(worker.sampler.batch(step + 1).edits)
-    with naming_records(step, batch):
-        return worker.under_way.end(worker, group, pending, ahead)
-
-
-def end_step(worker: LMWorker, group: HypernetGroup, step: int) -> Stepped | None:
-    """The end of a step that the actors had done when one of them was lost: asked again, it is not done again."""
-    if worker.under_way is None or worker.under_way.step != step:
-        return None
-    pending = group.start_backward(step) if worker.world_rank == 0 else []
-    return worker.under_way.end(worker, group, pending, None)
+    with naming_records(step, batch), worker.together(f"waiting for the end of step {step}", watch.seconds, "wait"):
+        actors = group.finish(pending)
+    return Stepped(actors, watch.seconds, ahead)

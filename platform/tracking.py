@@ -145,15 +145,16 @@ class Tracker:
                     return
                 self._failing = False
 
-    def steps_sent(self, metric: str) -> set[int]:
-        """The steps at which the store has this metric."""
-        if self._client is not None and self.run_id is not None:
-            try:
-                check_reachable(self.uri)
-                return {found.step for found in self._client.get_metric_history(self.run_id, metric)}
-            except store_errors() as error:
-                logger.warning("%s could not be read from %s: %s", metric, shown(self.uri), brief(error))
-        return set()
+    def steps_sent(self, metric: str) -> set[int] | None:
+        """The steps at which the store has this metric; None if it does not say."""
+        if self._client is None or self.run_id is None:
+            return None
+        try:
+            check_reachable(self.uri)
+            return {found.step for found in self._client.get_metric_history(self.run_id, metric)}
+        except store_errors() as error:
+            logger.warning("%s could not be read from %s: %s", metric, shown(self.uri), brief(error))
+            return None
 
     def log_text(self, text: str, name: str) -> None:
         """A text as an artifact."""

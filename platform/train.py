@@ -101,7 +101,6 @@ def train(
         check_room(config.cluster, roles)
         with Tracker.start(config, str(out), tags, folder.facts.get("mlflow_run"), parent) as tracker:
             folder.begin({"mlflow_run": tracker.run_id, "finished": False})
-            _log_what_is_missing(folder, tracker)
             if folder.steps_done:
                 listener.event(f"going on from step {folder.steps_done} of {folder.store.location}")
             _run(config, layers, roles, folder, tracker, listener)
@@ -129,9 +128,13 @@ def _run(
     loop = LoopSettings(config, group, board, run, roles.lm_threads, roles.overlap, {"mlflow_run": tracker.run_id})
     try:
         with _fitting(_trainer(config, roles, run, loop)) as fit:
-            followed = False
+            begun = followed = False
             try:
                 for row in _follow(board, group, fit, config.cluster.stall_seconds, listener.stopped):
+                    if row["kind"] == "begins" and not begun:  # who begins later has lost nothing that is written
+                        begun = True
+                        folder.cut(row["step"])
+                        _log_what_is_missing(folder, tracker)
                     _take(row, folder, tracker, listener)
                 followed = True
             finally:
@@ -264,12 +267,14 @@ def _take_evaluation(row: dict[str, Any], folder: RunFolder, tracker: Tracker, l
 
 def _log_what_is_missing(folder: RunFolder, tracker: Tracker) -> None:
     """A driver that was killed took with it what it had not sent yet; its history has it."""
-    if not folder.history:
-        return
-    sent = {name: tracker.steps_sent(name) for name in (_OF_STEPS, _OF_EVALUATIONS)}
-    for row in folder.history:
-        if row["step"] not in sent[_OF_EVALUATIONS if row.get("scores") else _OF_STEPS]:
-            tracker.log(row["step"], _metrics(row))
+    for metric in (_OF_STEPS, _OF_EVALUATIONS) if folder.history else ():
+        sent = tracker.steps_sent(metric)
+        rows = [row for row in folder.history if bool(row.get("scores")) == (metric == _OF_EVALUATIONS)]
+        for number, row in enumerate(rows):
+            if sent is not None and row["step"] not in sent:
+                tracker.log(row["step"], _metrics(row))
+            if number % 500 == 499:  # a tracker keeps so many, and no more
+                tracker.flush()
 
 
 def _metrics(row: Mapping[str, Any]) -> dict[str, float | None]:
@@ -283,6 +288,8 @@ def _metrics(row: Mapping[str, Any]) -> dict[str, float | None]:
     for role in ("hypernet", "lm"):
         for index, found in enumerate(row.get(f"{role}_memory", [])):
             metrics |= {f"memory_mb/{role}{index}/{kind}": peak for kind, peak in found.items()}
+    for name in (_OF_STEPS, _OF_EVALUATIONS):  # last: what is sent in parts is known to be whole by it
+        metrics[name] = metrics.pop(name, None)
     return metrics
 
 

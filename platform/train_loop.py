@@ -17,10 +17,11 @@ from malmen.checkpoint import add_scores
 from malmen.checkpoint_files import latest_checkpoint, read_state
 from malmen.config import Config
 from malmen.errors import EditError
+from malmen.meta import StepReport
 from malmen.platform.hypernet_actor import EVALUATION
 from malmen.platform.hypernet_group import HypernetGroup, HypernetLost
 from malmen.platform.lm_worker import LMWorker
-from malmen.platform.meta_step import Stepped, end_step, meta_step
+from malmen.platform.meta_step import meta_step
 from malmen.platform.places import check_shared
 from malmen.platform.wire import peak_memory_mb
 from malmen.sampling import check_facts, shared_facts, validation_records
@@ -67,12 +68,13 @@ class Rank:
     def __init__(self, loop: LoopSettings, worker: LMWorker) -> None:
         self.loop, self.worker, self.group = loop, worker, loop.group
         self.training = loop.config.training
+        self.evaluated = self.saved = -1
+        self._last_row: Any = None
         wanted = self.training.eval_edits or self.training.num_edits
         self.records = check_enough(validation_records(loop.config), wanted)
         check_facts(worker.encoder, self.records)
         if shared := shared_facts(loop.config, worker.sampler.records(0), self.records):
             self._record({"kind": "remark", "text": shared})
-        self.evaluated = self.saved = -1
 
     def run(self) -> None:
         """Up to the last step, however often something is lost on the way."""
@@ -80,7 +82,8 @@ class Rank:
         while True:
             try:
                 if not restored:
-                    step, traces = self._go_on(step), None
+                    step, traces = self._recover(), None
+                    self._tell_where(step)
                     self._preserve(step)
                     restored = True
                 if step > furthest:  # losses that are far apart end no run
@@ -90,7 +93,7 @@ class Rank:
                     return
                 begin = time.perf_counter()
                 stepped = meta_step(self.worker, self.group, step, traces, overlap=self.loop.overlap)
-                self._record_step(step + 1, stepped, time.perf_counter() - begin)
+                self._record_step(step + 1, stepped.actors, stepped.seconds, time.perf_counter() - begin)
                 step, traces = step + 1, stepped.ahead
             except HypernetLost as error:
                 if self._stopped():  # that is why
@@ -111,14 +114,13 @@ class Rank:
         asked = ray.get(self.loop.board.stopped.remote(), timeout=60) if first else False
         return any(self.worker.gather(asked))
 
-    def _go_on(self, step: int) -> int:
-        """Recover; where the lost step turns out to be done, its report is asked for again."""
-        done = self._recover()
-        if done == step + 1:
-            stepped = end_step(self.worker, self.group, step)
-            if stepped:
-                self._record_step(done, stepped, sum(stepped.report.seconds.values()))
-        return done
+    def _tell_where(self, step: int) -> None:
+        """Where the run goes on. The actors may have ended a step that whoever was lost then told nobody of."""
+        self._record({"kind": "begins", "step": step})
+        with self.worker.together("asking for the last step"):
+            reports = self.group.reports() if self.worker.world_rank == 0 else []
+        if all(report["step"] == step - 1 for report in reports):
+            self._record_step(step, reports, {}, None)
 
     def _preserve(self, step: int) -> None:
         """Tell the actors which keys to preserve, when a run begins; later a peer or a checkpoint does."""
@@ -194,9 +196,11 @@ class Rank:
     def _wait_for_the_driver(self) -> None:
         """Until it has written all that happened. A run that goes on from a checkpoint does nothing again that was done
         before it, so what the history lacks then, it lacks for ever."""
-        patience = self.loop.config.cluster.stall_seconds
+        patience = self.loop.config.cluster.stall_seconds / 2  # the other ranks wait for this one, no longer than that
         end = time.monotonic() + patience
         while not ray.get(self.loop.board.written.remote(), timeout=60):
+            if ray.get(self.loop.board.stopped.remote(), timeout=60):
+                raise HypernetLost("the driver wants no more of the run")
             if time.monotonic() > end:
                 logger.warning("the driver has written nothing for %g s; its history may lack steps", patience)
                 return
@@ -213,24 +217,36 @@ class Rank:
         self.worker.note("measuring held-out edits")
         return self.worker.evaluate(self.records, shifts, solved["mean_residual"]).scores()
 
-    def _record_step(self, step: int, stepped: Stepped, wall: float) -> None:
-        if not stepped.actors:  # only rank 0 asks the actors
+    def _record_step(
+        self, step: int, actors: list[dict[str, Any]], seconds: Mapping[str, float], wall: float | None
+    ) -> None:
+        """The driver drops what it has heard already. `seconds` are what the ranks have measured since they told."""
+        if not actors:  # only rank 0 asks them
             return
-        first = stepped.actors[0]
+        first, told = actors[0], actors[0]["told"]
+        generalization, locality = told["losses"]
+        stages = {**told["seconds"], **seconds}
+        for stage in ("hypernet", "adam"):
+            stages[stage] = max(report["seconds"][stage] for report in actors)
+        meta_loss = generalization + self.training.locality_coef * locality
+        report = StepReport(generalization, locality, meta_loss, first["grad_norm"], stages)
         self._record(
             {
                 "kind": "step",
                 "step": step,
-                **vars(stepped.report),
-                "wall": wall,
+                **vars(report),
+                "wall": sum(stages.values()) if wall is None else wall,
                 "damping": first["damping"],
                 "edit_lr": first["edit_lr"],
-                "bytes_moved": stepped.bytes_moved,
-                "hypernet_memory": [actor["memory"] for actor in stepped.actors],
+                "bytes_moved": told["bytes_moved"],
+                "hypernet_memory": [actor["memory"] for actor in actors],
                 "cache_mb": round(sum(cache.used_bytes for cache in set(self.worker.caches.values())) / 2**20, 1),
             }
         )
 
     def _record(self, row: dict[str, Any]) -> None:
+        """One row may be under way; of those before, the board has all."""
         if self.worker.world_rank == 0:
-            self.loop.board.record.remote(row)
+            if self._last_row is not None:
+                ray.get(self._last_row, timeout=60)
+            self._last_row = self.loop.board.record.remote(row)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from malmen.config import ModelConfig
 from malmen.data.world import world_records
 from malmen.errors import EditError
 from malmen.lm import LanguageModel, load_lm
+from malmen.run_folder import RunFolder
 from malmen.score import score
 from malmen.storage import RunStore
 from malmen.training import TrainingRun, evaluate_editor, evaluate_sets, make_editor, train
@@ -103,12 +105,20 @@ def test_an_evaluation_that_fails_costs_no_steps_and_is_made_when_the_run_goes_o
 
 
 @pytest.mark.slow
-def test_an_evaluation_whose_scores_did_not_reach_the_checkpoint_is_in_the_history_once(
-    lm: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("written", [False, True])
+def test_an_evaluation_that_is_killed_before_the_checkpoint_has_its_scores_is_in_the_history_once(
+    lm: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: bool
 ) -> None:
-    config = make_config(eval_every=2)
+    def add(self: RunFolder, row: dict[str, Any]) -> None:
+        fatal = row["step"] == 4 and "scores" in row
+        if written or not fatal:
+            original(self, row)
+        if fatal:
+            raise Stopped
+
+    config, original = make_config(eval_every=2), RunFolder.add
     with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr("malmen.training.add_scores", lambda _run, step, *_, **__: _stop_at(4)(step, None))
+        patch.setattr(RunFolder, "add", add)
         train(config, tmp_path, lm=lm)
     assert read_state(tmp_path)["scores"] == {}
     resumed = train(config, tmp_path, lm=lm)

@@ -25,13 +25,6 @@ def test_rows_are_written_when_the_driver_asks_for_the_next() -> None:
     assert board.written()
 
 
-def test_nobody_waits_for_a_driver_that_wants_no_more() -> None:
-    board = Board()
-    board.record({"step": 1})
-    board.stop()
-    assert board.written()
-
-
 def test_the_board_says_what_everybody_does_now() -> None:
     board = Board()
     board.note("LM rank 1", "tracing step 3")

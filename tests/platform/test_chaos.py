@@ -83,6 +83,7 @@ def test_lm_ranks_and_the_only_actor_are_killed(
     config = make_platform_config("gpt2", models, training=STEPS, cluster=cluster, lm={"sharding": "zero3"})
     found = train(config, tmp_path / "run")
     assert {path.name for path in tmp_path.glob("*[0-9]*")} == {"actor5", "lm3meta_backward", "lm4trace"}
+    assert [row["step"] for row in found.history if "meta_loss" in row] == list(range(1, 9))
     assert_same_editor(found.checkpoint, uninterrupted)
     wait_until_nobody_works()
 

@@ -71,8 +71,9 @@ def test_three_actors_that_share_two_layers_equal_one_editor(
             expected.backward(solved, grads)
             expected.step()
             group.put_grads(step, grads)
-            group.finish(group.start_backward(step))
-            group.finish(group.start_backward(step))  # asked twice, done once
+            group.finish(group.start_backward(step, {"losses": step}))
+            group.finish(group.start_backward(step, {}))  # asked twice, done once
+            assert [(report["step"], report["told"]) for report in group.reports()] == [(step, {"losses": step})] * 3
         group.put_traces(EVALUATION, 0, traces)
         _, told = group.solve(EVALUATION, "float64")
         assert (told["mean_residual"] is None) == (aggregation == "sum")  # a sum has no equation to miss

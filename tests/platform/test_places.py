@@ -20,7 +20,7 @@ from malmen.platform.places import check_shared
 from malmen.platform.tracking import Tracker
 from malmen.platform.train import Listener, _take
 from malmen.platform.train_loop import LoopSettings, Rank
-from malmen.run_folder import RunFolder
+from malmen.run_folder import HISTORY, RunFolder
 from malmen.storage import RunStore
 
 
@@ -64,6 +64,17 @@ def test_a_driver_that_does_not_see_the_checkpoints_ends_the_run(tmp_path: Path)
         _take(row, folder, Tracker(Config()), Listener())
     _save(tmp_path, 3)
     _take(row, folder, Tracker(Config()), Listener())
+
+
+def test_a_storage_that_cannot_be_appended_to_has_the_history_before_what_follows_from_it() -> None:
+    place = RunStore("memory://places/run")
+    folder, nobody = RunFolder(place, Config(), None, 0), (Tracker(Config()), Listener())
+    losses = dict.fromkeys(("generalization_loss", "locality_loss", "meta_loss", "grad_norm"), 0.5)
+    _take({"kind": "step", "step": 1, "seconds": {}, **losses}, folder, *nobody)
+    _take({"kind": "saving", "step": 1}, folder, *nobody)
+    assert len(place.read_text(HISTORY).splitlines()) == 1
+    _take({"kind": "evaluation", "step": 1, "scores": {"edit_success": 0.5}, "lm_memory": []}, folder, *nobody)
+    assert len(place.read_text(HISTORY).splitlines()) == 2
 
 
 @pytest.mark.ray

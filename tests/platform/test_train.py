@@ -11,7 +11,7 @@ import pytest
 import ray
 from chaos import hanging_actor, overflowing_loop
 from mlflow import MlflowClient
-from platform_runs import make_platform_config, train_in_turn
+from platform_runs import UnreadBoard, make_platform_config, train_in_turn
 from torch.testing import assert_close
 
 from malmen.checkpoint import load_editor
@@ -23,8 +23,10 @@ from malmen.layers import find_layers
 from malmen.lm import load_skeleton
 from malmen.platform.board import Board
 from malmen.platform.hypernet_group import HypernetGroup
+from malmen.platform.lm_worker import LMWorker
 from malmen.platform.tracking import Tracker
 from malmen.platform.train import Listener, TrainedEditor, _follow, train
+from malmen.platform.train_loop import LoopSettings, Rank
 from malmen.sampling import data_fingerprint, validation_records
 from malmen.storage import RunStore
 from malmen.training import evaluate_editor
@@ -225,6 +227,52 @@ def test_nothing_is_saved_before_the_driver_has_written_what_led_to_it(models: P
     asked = [row["what"] for row in history if row["kind"] == "asked"]
     assert asked[::2] == asked[1::2] == [("saving", 0, False), ("saving", 1, False), ("evaluation", 2, False)]
     assert read_state(tmp_path / "run")["scores"]
+
+
+def test_a_driver_that_wants_no_more_gets_no_checkpoint_of_what_it_has_not_written(
+    models: Path, tmp_path: Path
+) -> None:
+    class StoppedBoard(Board):
+        def stopped(self) -> bool:
+            return True
+
+    config = make_platform_config("gpt2", models)
+    with pytest.raises(EditError, match="holds no trained editor"):
+        train_in_turn({"run": config}, tmp_path, StoppedBoard)
+    assert RunStore(tmp_path / "run").checkpoints() == []
+
+
+def test_a_step_that_its_rank_told_nobody_of_is_told_by_the_next(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank is lost when the actors have ended step 2 and before it says so. Both ranks are this process."""
+    tell = Rank._record_step
+
+    def lost(self: Rank, step: int, *args: Any) -> None:
+        if step == 2:
+            raise KeyboardInterrupt
+        tell(self, step, *args)
+
+    config = make_platform_config("gpt2", models, training={"checkpoint_every": 100})
+    layers = find_layers(load_skeleton(config.model)[0], config.editor.layers, config.editor.ffn)
+    group = HypernetGroup.start(config, layers, str(tmp_path / "run"), resources={"num_cpus": 0.1}, threads=1)
+    board = ray.remote(UnreadBoard).options(num_cpus=0).remote()
+    loop = LoopSettings(config, group, board, str(tmp_path / "run"), 1, False)
+    try:
+        worker = LMWorker(config, 0, 1, lambda _doing: None)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Rank, "_record_step", lost)
+            Rank(loop, worker).run()
+        Rank(loop, worker).run()
+        told = ray.get(board.take.remote(), timeout=60)
+    finally:
+        for actor in (*group.actors, board):
+            ray.kill(actor)
+    rows = [(row["kind"], row["step"]) for row in told if row["kind"] in ("begins", "step")]
+    assert rows == [("begins", 0), ("step", 1), ("begins", 2), ("step", 2), ("step", 3)]
+    whole = train_in_turn({"whole": config}, tmp_path)["whole"].history
+    losses = [[row["meta_loss"] for row in found if row["kind"] == "step"] for found in (told, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(

@@ -82,7 +82,7 @@ def test_after_twenty_kills_every_acknowledged_edit_is_there_and_none_is_half_th
                 kills += kill(endpoint, victim)
             stream.wait_for_new_edit()
     assert kills >= 20
-    endpoint.wait_until_ready(60)
+    endpoint.wait_until_ready(120)
     check_ledger(endpoint, stream)
     check_that_asking_again_does_nothing_twice(endpoint, stream, held)
     check_that_readers_agree(endpoint)
