@@ -36,8 +36,8 @@ def _ahead(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
     told = []
     for edits in sorted({row["edits"] for row in rows if row["edits"] >= _MANY}):
         mine = _mean(_find(rows, variant="malmen", edits=edits), "score")
-        others = {name: _mean(_find(rows, variant=name, edits=edits), "score") for name in RIVALS}
-        asked = {name: value for name, value in others.items() if _find(rows, variant=name, edits=edits)}
+        others = [row for name in RIVALS if (row := _find(rows, variant=name, edits=edits))]
+        asked = {row["label"]: _mean(row, "score") for row in others}
         if _find(rows, variant="malmen", edits=edits) is None or not asked:
             continue
         shown = ", ".join(f"{name} {_percent(value)}" for name, value in asked.items())

@@ -22,7 +22,7 @@ table { border-collapse: collapse; display: block; overflow-x: auto; margin: .6r
 table { font-size: 13px; }
 th, td { padding: .2rem .5rem; border-bottom: 1px solid #8884; text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
-td.text { text-align: left; white-space: normal; }
+td.text, th.text { text-align: left; white-space: normal; }
 img { max-width: 100%; background: white; }
 .paper { border-left: 3px solid #8888; padding-left: .8rem; color: color-mix(in srgb, currentColor 75%, transparent); }
 li.no { font-weight: 600; }
@@ -190,7 +190,8 @@ def _failures(found: dict[str, Any]) -> str:
                          ("label", "what", "prompt", "answer", "before", "after")) + "</tr>"
         for row in found["rows"]
     )  # fmt: skip
-    head = "".join(f"<th>{text}</th>" for text in ("method", "went wrong", "asked", "should be", "before", "after"))
+    names = ("method", "went wrong", "asked", "should be", "before", "after")
+    head = "".join(f'<th class="text">{text}</th>' for text in names)
     forced = any(row.get("forced") for row in found["rows"])
     how = "the most probable token at each place of the answer, given what is before it" if forced else "as generated"
     return f"<p>{found['edits']} edits, the first seed; {how}.</p><table><tr>{head}</tr>{rows}</table>"

@@ -25,8 +25,8 @@ def scaling(malmen: float | None, mend: float) -> dict[str, Any]:
 
 def test_malmen_is_ahead_only_if_it_is() -> None:
     ((text, held),) = findings(scaling(0.9, 0.8))
-    assert held and "at 64 edits" in text and "90.0" in text and "mend 80.0" in text
-    assert "ft (failed)" in text
+    assert held and "at 64 edits" in text and "90.0" in text and "MEND 80.0" in text
+    assert "FT (failed)" in text
     ((_, held),) = findings(scaling(0.8, 0.9))
     assert not held
     ((text, held),) = findings(scaling(None, 0.9))
