@@ -87,10 +87,10 @@ class RunFolder:
 
     def add(self, row: dict[str, Any]) -> None:
         """A row of the history. It is there for ever with the next `flush`."""
-        self.history.append(row)
         if isinstance(self.store.location, Path):
             with (self.store.location / HISTORY).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
+        self.history.append(row)
 
     def has_scores(self, step: int) -> bool:
         """Whether the history has an evaluation of this step; where a run was killed, one is made again."""

@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -41,9 +42,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_Row = list[tuple[str, float, int, int]]  # what was logged at once: name, value, timestamp, step
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
-MOST_PENDING = 100_000  # metrics that are kept while the store is away
+MOST_PENDING = 300_000  # metrics that are kept while the store is away: some 100 MB
 METRICS_PER_CALL, PARAMS_PER_CALL, PARAM_LENGTH = 1000, 100, 6000  # MLflow's limits
 
 
@@ -71,7 +73,9 @@ class Tracker:
     ) -> None:
         self.config, self.uri, self.run_id, self.driver = config, uri, run_id, driver
         self._client, self._watcher = client, watcher
-        self._pending: list[tuple[str, float, int, int]] = []  # name, value, timestamp, step
+        self._pending: deque[_Row] = deque()
+        self._waiting = 0  # metrics in it
+        self._sent: dict[str, set[int]] = {}  # steps at which the store has a metric, of those that were asked for
         self._buffer, self._sending = threading.Lock(), threading.Lock()
         self._ended = threading.Event()
         self._failing = False
@@ -113,17 +117,16 @@ class Tracker:
         return tracker
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Put metrics down to be sent soon; None and NaN are left out."""
+        """Put metrics down to be sent soon; None and NaN are left out, and all where the store has them already."""
         if self._client is None or self._ended.is_set():
             return
+        known = {name: float(value) for name, value in metrics.items() if value is not None and not math.isnan(value)}
+        if not known or any(step in self._sent.get(name, ()) for name in known):
+            return
         now = int(time.time() * 1000)
-        rows = [
-            (safe_name(name), float(value), now, step)
-            for name, value in metrics.items()
-            if value is not None and not math.isnan(value)
-        ]
         with self._buffer:
-            self._pending = [*self._pending, *rows][-MOST_PENDING:]
+            self._pending.append([(safe_name(name), value, now, step) for name, value in known.items()])
+            self._count(len(known))
 
     def flush(self) -> None:
         """Send what has gathered. What cannot be sent is kept for the next time."""
@@ -138,23 +141,26 @@ class Tracker:
                     self._client.log_batch(self.run_id, metrics=[Metric(*row) for row in rows], synchronous=True)
                 except store_errors() as error:
                     with self._buffer:
-                        self._pending = [*rows, *self._pending][-MOST_PENDING:]
+                        self._pending.appendleft(rows)
+                        self._count(len(rows))
                     if not self._failing:
                         logger.warning("metrics cannot be sent to %s and are kept: %s", shown(self.uri), brief(error))
                     self._failing = True
                     return
                 self._failing = False
 
-    def steps_sent(self, metric: str) -> set[int] | None:
-        """The steps at which the store has this metric; None if it does not say."""
+    def remember(self, names: Sequence[str], *, otherwise: Collection[int] = ()) -> None:
+        """What holds one of these metrics at a step where the store has it is not sent again: a run that goes on does
+        some steps once more, to the same numbers. `otherwise`: the steps to take for sent if the store does not say."""
         if self._client is None or self.run_id is None:
-            return None
+            return
         try:
             check_reachable(self.uri)
-            return {found.step for found in self._client.get_metric_history(self.run_id, metric)}
+            for name in names:
+                self._sent[name] = {found.step for found in self._client.get_metric_history(self.run_id, name)}
         except store_errors() as error:
-            logger.warning("%s could not be read from %s: %s", metric, shown(self.uri), brief(error))
-            return None
+            logger.warning("what %s has of the run could not be read: %s", shown(self.uri), brief(error))
+            self._sent = {name: set(otherwise) for name in names}
 
     def log_text(self, text: str, name: str) -> None:
         """A text as an artifact."""
@@ -197,7 +203,7 @@ class Tracker:
             logger.warning("the run could not be ended as %s in %s: %s", status, shown(self.uri), brief(error))
             last_line = status
         if self._pending:
-            logger.warning("%d metrics were never sent to %s", len(self._pending), shown(self.uri))
+            logger.warning("%d metrics were never sent to %s", self._waiting, shown(self.uri))
         if self._watcher is not None:
             _dismiss(self._watcher, last_line)
 
@@ -216,10 +222,23 @@ class Tracker:
         while not self._ended.wait(seconds):
             self.flush()
 
-    def _take(self) -> list[tuple[str, float, int, int]]:
+    def _take(self) -> _Row:
+        """As much as one call may hold. What was logged together is sent together, so that the store has all of it or
+        nothing, unless it is more than that."""
         with self._buffer:
-            rows, self._pending = self._pending[:METRICS_PER_CALL], self._pending[METRICS_PER_CALL:]
-        return rows
+            taken: _Row = []
+            while self._pending and len(taken) + len(self._pending[0]) <= METRICS_PER_CALL:
+                taken += self._pending.popleft()
+            if not taken and self._pending:
+                taken, self._pending[0] = self._pending[0][:METRICS_PER_CALL], self._pending[0][METRICS_PER_CALL:]
+            self._waiting -= len(taken)
+        return taken
+
+    def _count(self, more: int) -> None:
+        """So many more wait; of too many the oldest go."""
+        self._waiting += more
+        while self._waiting > MOST_PENDING and len(self._pending) > 1:
+            self._waiting -= len(self._pending.popleft())
 
     @contextmanager
     def _or_warn(self, name: str) -> Iterator[None]:

@@ -101,6 +101,8 @@ def train(
         check_room(config.cluster, roles)
         with Tracker.start(config, str(out), tags, folder.facts.get("mlflow_run"), parent) as tracker:
             folder.begin({"mlflow_run": tracker.run_id, "finished": False})
+            if folder.history:
+                tracker.remember((_OF_STEPS, _OF_EVALUATIONS), otherwise=range(folder.steps_done + 1))
             if folder.steps_done:
                 listener.event(f"going on from step {folder.steps_done} of {folder.store.location}")
             _run(config, layers, roles, folder, tracker, listener)
@@ -134,7 +136,8 @@ def _run(
                     if row["kind"] == "begins" and not begun:  # who begins later has lost nothing that is written
                         begun = True
                         folder.cut(row["step"])
-                        _log_what_is_missing(folder, tracker)
+                        for old in folder.history:  # what a killed driver had not sent; the tracker knows the rest
+                            tracker.log(old["step"], _metrics(old))
                     _take(row, folder, tracker, listener)
                 followed = True
             finally:
@@ -142,9 +145,11 @@ def _run(
                     with suppress(RayError):  # the board may be what is missing
                         _end_early(board, group, fit)
     finally:
-        folder.flush()
-        for actor in (*group.actors, board):
-            ray.kill(actor)
+        try:
+            folder.flush()
+        finally:
+            for actor in (*group.actors, board):
+                ray.kill(actor)
 
 
 def _end_early(board: Any, group: HypernetGroup, fit: _Fit) -> None:
@@ -218,8 +223,8 @@ def _follow(
         alive = fit.is_alive()
         rows = ray.get(board.take.remote(), timeout=60)
         for row in rows:
-            last = time.monotonic()
             yield row
+            last = time.monotonic()
         if not alive and not rows:
             return
         if stopped():
@@ -265,18 +270,6 @@ def _take_evaluation(row: dict[str, Any], folder: RunFolder, tracker: Tracker, l
     tracker.log(step, _metrics(row))
 
 
-def _log_what_is_missing(folder: RunFolder, tracker: Tracker) -> None:
-    """A driver that was killed took with it what it had not sent yet; its history has it."""
-    for metric in (_OF_STEPS, _OF_EVALUATIONS) if folder.history else ():
-        sent = tracker.steps_sent(metric)
-        rows = [row for row in folder.history if bool(row.get("scores")) == (metric == _OF_EVALUATIONS)]
-        for number, row in enumerate(rows):
-            if sent is not None and row["step"] not in sent:
-                tracker.log(row["step"], _metrics(row))
-            if number % 500 == 499:  # a tracker keeps so many, and no more
-                tracker.flush()
-
-
 def _metrics(row: Mapping[str, Any]) -> dict[str, float | None]:
     """What MLflow gets of a row of the history, a step or an evaluation. One that `--local` wrote has less."""
     metrics = {f"held_out/{name}": value for name, value in row.get("scores", {}).items()}
@@ -288,8 +281,6 @@ def _metrics(row: Mapping[str, Any]) -> dict[str, float | None]:
     for role in ("hypernet", "lm"):
         for index, found in enumerate(row.get(f"{role}_memory", [])):
             metrics |= {f"memory_mb/{role}{index}/{kind}": peak for kind, peak in found.items()}
-    for name in (_OF_STEPS, _OF_EVALUATIONS):  # last: what is sent in parts is known to be whole by it
-        metrics[name] = metrics.pop(name, None)
     return metrics
 
 

@@ -69,7 +69,6 @@ class Rank:
         self.loop, self.worker, self.group = loop, worker, loop.group
         self.training = loop.config.training
         self.evaluated = self.saved = -1
-        self._last_row: Any = None
         wanted = self.training.eval_edits or self.training.num_edits
         self.records = check_enough(validation_records(loop.config), wanted)
         check_facts(worker.encoder, self.records)
@@ -245,8 +244,6 @@ class Rank:
         )
 
     def _record(self, row: dict[str, Any]) -> None:
-        """One row may be under way; of those before, the board has all."""
+        """On the board before anything else is begun: the actors know of the last step only."""
         if self.worker.world_rank == 0:
-            if self._last_row is not None:
-                ray.get(self._last_row, timeout=60)
-            self._last_row = self.loop.board.record.remote(row)
+            ray.get(self.loop.board.record.remote(row), timeout=60)

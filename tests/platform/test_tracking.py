@@ -18,9 +18,6 @@ from mlflow.entities import Run
 from malmen.config import Config, TrackingConfig
 from malmen.errors import EditError
 from malmen.platform.tracking import Tracker, tracking_uri
-from malmen.platform.train import _log_what_is_missing
-from malmen.run_folder import RunFolder
-from malmen.storage import RunStore
 
 pytestmark = pytest.mark.slow  # MLflow makes its tables
 
@@ -179,19 +176,48 @@ def test_a_resumed_run_goes_on_and_its_changed_settings_are_tags(runs: Path, cli
     assert [metric.step for metric in client.get_metric_history(run.info.run_id, "meta_loss")] == [5, 9]
 
 
-def test_what_a_killed_driver_had_not_sent_is_sent_when_its_run_goes_on(runs: Path, client: MlflowClient) -> None:
-    step = {"meta_loss": 0.5, "locality_loss": 0.1, "seconds": {"trace": 2.0}}
-    rows = [{"step": 1, **step}, {"step": 2, **step}, {"step": 2, "scores": {"edit_success": 0.9}, "lm_memory": []}]
-    folder = RunFolder(RunStore(runs / "a"), Config(), None, 2, history=rows)
-    killed = start(runs)
-    killed.log(1, {"loss/meta": 0.5, "seconds/trace": 2.0})
-    killed.flush()
-    killed._ended.set()  # step 2 goes with it
+def test_what_the_store_has_of_a_run_that_goes_on_is_not_sent_again(runs: Path, client: MlflowClient) -> None:
+    """Step 2 goes with a killed driver; the run goes on from step 1 and tells of all."""
+    with start(runs) as killed:
+        killed.log(1, {"loss/meta": 0.5, "seconds/trace": 2.0})
     with Tracker.start(Config(), f"{runs}/a", {}, run_id=killed.run_id) as tracker:
-        _log_what_is_missing(folder, tracker)
-    expected = {"loss/meta": [1, 2], "loss/locality": [2], "seconds/trace": [1, 2], "held_out/edit_success": [2]}
-    for name, steps in expected.items():
+        tracker.remember(["loss/meta", "held_out/edit_success"])
+        for step in (1, 2):
+            tracker.log(step, {"loss/meta": 0.5, "seconds/trace": 2.0, "held_out/edit_success": None})
+        tracker.log(1, {"held_out/edit_success": 0.9})
+    for name, steps in {"loss/meta": [1, 2], "seconds/trace": [1, 2], "held_out/edit_success": [1]}.items():
         assert [found.step for found in client.get_metric_history(tracker.run_id, name)] == steps, name
+
+
+def test_a_store_that_does_not_say_what_it_has_is_sent_what_is_new(
+    runs: Path, client: MlflowClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    with start(runs) as tracker:
+        there, tracker.uri = tracker.uri, "http://127.0.0.1:1"  # where nobody answers
+        tracker.remember(["loss/meta"], otherwise=range(3))
+        tracker.uri = there
+        for step in (1, 2, 3):
+            tracker.log(step, {"loss/meta": 0.5})
+    assert "could not be read" in caplog.text
+    assert [found.step for found in client.get_metric_history(tracker.run_id, "loss/meta")] == [3]
+
+
+def test_what_is_logged_at_once_is_sent_at_once(monkeypatch: pytest.MonkeyPatch, runs: Path) -> None:
+    """A driver that is killed between two calls leaves no half of a row."""
+    with start(runs) as tracker:
+        monkeypatch.setattr("malmen.platform.tracking.METRICS_PER_CALL", 5)
+        for step, number in ((1, 2), (2, 2), (3, 2), (4, 7)):
+            tracker.log(step, {f"metric{index}": float(index) for index in range(number)})
+        calls = [[step for *_, step in tracker._take()] for _ in range(5)]
+    assert calls == [[1, 1, 2, 2], [3, 3], [4, 4, 4, 4, 4], [4, 4], []]
+
+
+def test_of_too_many_metrics_the_oldest_are_dropped(monkeypatch: pytest.MonkeyPatch, runs: Path) -> None:
+    with start(runs) as tracker:
+        monkeypatch.setattr("malmen.platform.tracking.MOST_PENDING", 5)
+        for step in range(4):
+            tracker.log(step, {"one": 1.0, "two": 2.0})
+        assert [step for *_, step in tracker._take()] == [2, 2, 3, 3]
 
 
 def test_a_run_that_was_deleted_or_never_was_is_begun_anew(runs: Path, client: MlflowClient) -> None:
