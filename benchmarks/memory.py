@@ -93,7 +93,7 @@ def measure_roles(args: argparse.Namespace) -> dict[str, Any]:
 
 def measure_concatenated(args: argparse.Namespace) -> dict[str, Any]:
     """One graph: hyper-network, normal equation, edited LM, and autograd through all of it."""
-    from malmen.baselines.concatenated import concatenated_backward
+    from malmen.methods.concatenated import concatenated_backward
 
     lm, editor, batch = _parts(args)
     concatenated_backward(lm, editor, batch)
@@ -106,8 +106,8 @@ def _parts(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     from transformers import AutoModelForCausalLM
 
     from malmen.editor import Editor
-    from malmen.layers import find_layers
-    from malmen.lm import LanguageModel
+    from malmen.lm.layers import find_layers
+    from malmen.lm.model import LanguageModel
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(SHAPES[args.model]())

@@ -26,8 +26,8 @@ from malmen.config import Config
 from malmen.data.readers import read_records
 from malmen.data.tokens import EncodedFact, FactEncoder
 from malmen.editor import Editor
-from malmen.layers import find_layers
-from malmen.lm import LanguageModel
+from malmen.lm.layers import find_layers
+from malmen.lm.model import LanguageModel
 from malmen.meta import MetaBatch, StepReport, meta_step
 
 SHAPES: dict[str, Any] = {

@@ -27,18 +27,17 @@ from rich.progress import Progress
 from malmen.config import Config
 from malmen.data.records import Fact
 from malmen.editor import Editor
-from malmen.facts import encode_batches
-from malmen.layers import find_layers
-from malmen.lm import LanguageModel, load_lm
+from malmen.lm.layers import find_layers
+from malmen.lm.model import LanguageModel, encode_batches, load_lm
+from malmen.lm.trace import trace
 from malmen.serve import decoding
-from malmen.serve.blobs import BlobStore
 from malmen.serve.guards import Guards
-from malmen.serve.ledger import Ledger
+from malmen.serve.ledger.blobs import BlobStore
+from malmen.serve.ledger.ledger import Ledger
 from malmen.serve.messages import Change, Prompt, Sampling
-from malmen.serve.reader import Reader
+from malmen.serve.reading.reader import Reader
 from malmen.serve.service import EditService
 from malmen.serve.settings import GuardConfig
-from malmen.trace import trace
 
 LOOSE = GuardConfig(min_success=0, max_shift_ratio=1e9, max_perplexity_ratio=1e9)
 

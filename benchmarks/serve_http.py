@@ -39,13 +39,12 @@ def make_facts(number: int) -> list[Fact]:
 
 def save_untrained(folder: Path) -> Path:
     """An editor whose hyper-network is the identity, with its normalisers set."""
-    from malmen.checkpoint import save_checkpoint
     from malmen.config import Config
     from malmen.editor import Editor
-    from malmen.facts import encode_batches
-    from malmen.layers import find_layers
-    from malmen.lm import load_lm
-    from malmen.trace import trace
+    from malmen.lm.layers import find_layers
+    from malmen.lm.model import encode_batches, load_lm
+    from malmen.lm.trace import trace
+    from malmen.runs.checkpoint import save_checkpoint
 
     lm, config = load_lm("builtin"), Config.model_validate({"editor": {"layers": "last:3", "edit_lr": 1e-4, "rank": 8}})
     editor = Editor(find_layers(lm.model, config.editor.layers, config.editor.ffn), config)

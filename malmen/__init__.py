@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from malmen.editor import Editor
     from malmen.errors import EditError
     from malmen.evaluate import evaluate
-    from malmen.generate import ask
-    from malmen.lm import load_lm
-    from malmen.overlay import edited
+    from malmen.lm.generate import ask
+    from malmen.lm.model import load_lm
+    from malmen.lm.overlay import edited
     from malmen.training import train
 
 __all__ = [
@@ -45,10 +45,10 @@ _HOMES = {
     "EditRecord": "data.records",
     "Editor": "editor",
     "Fact": "data.records",
-    "ask": "generate",
-    "edited": "overlay",
+    "ask": "lm.generate",
+    "edited": "lm.overlay",
     "evaluate": "evaluate",
-    "load_lm": "lm",
+    "load_lm": "lm.model",
     "read_records": "data.readers",
     "train": "training",
 }

@@ -15,21 +15,20 @@ import torch
 from torch import Tensor
 
 from malmen.data.tokens import EncodedFact, TokenBatch, make_batches
-from malmen.editor import Editor
+from malmen.editor import Editor, LayerTargets
 from malmen.errors import EditError
 from malmen.least_squares import NormalEquation
-from malmen.lm import LanguageModel
-from malmen.solved import LayerWishes
-from malmen.trace import trace
+from malmen.lm.model import LanguageModel
+from malmen.lm.trace import trace
 
 _OFFSETS, _KEYS, _DIFFS = "offsets", "keys", "value_diffs"
 
 
 @dataclass(frozen=True)
 class FactRows:
-    """The rows of some facts: by layer the wishes of all their tokens, and where each fact's begin and end."""
+    """The rows of some facts: by layer the targets of all their tokens, and where each fact's begin and end."""
 
-    wishes: dict[str, LayerWishes]
+    targets: dict[str, LayerTargets]
     offsets: dict[str, list[int]]  # by layer, one more than there are facts
 
     def __len__(self) -> int:
@@ -37,41 +36,41 @@ class FactRows:
 
     def select(self, facts: Sequence[int]) -> FactRows:
         """The rows of these facts alone."""
-        wishes, offsets = {}, {}
+        targets, offsets = {}, {}
         for name, bounds in self.offsets.items():
             rows = torch.tensor(
                 [row for fact in facts for row in range(bounds[fact], bounds[fact + 1])], dtype=torch.long
             )
-            wishes[name] = LayerWishes(*(part[rows.to(part.device)] for part in self.wishes[name]))
+            targets[name] = LayerTargets(*(part[rows.to(part.device)] for part in self.targets[name]))
             offsets[name] = _running_sum(bounds[fact + 1] - bounds[fact] for fact in facts)
-        return FactRows(wishes, offsets)
+        return FactRows(targets, offsets)
 
     @classmethod
     def joined(cls, parts: Sequence[FactRows]) -> FactRows:
         """The rows of several lists of facts, one list after the other."""
         names = list(parts[0].offsets)
-        wishes = {
-            name: LayerWishes(*map(torch.cat, zip(*(part.wishes[name] for part in parts), strict=True)))
+        targets = {
+            name: LayerTargets(*map(torch.cat, zip(*(part.targets[name] for part in parts), strict=True)))
             for name in names
         }
         counts = {name: [pair for part in parts for pair in pairwise(part.offsets[name])] for name in names}
-        return cls(wishes, {name: _running_sum(stop - start for start, stop in counts[name]) for name in names})
+        return cls(targets, {name: _running_sum(stop - start for start, stop in counts[name]) for name in names})
 
     def equations(self) -> dict[str, NormalEquation]:
         """The normal equation of these facts, by layer."""
-        return {name: NormalEquation.of(*wishes) for name, wishes in self.wishes.items()}
+        return {name: NormalEquation.of(*targets) for name, targets in self.targets.items()}
 
     def to(self, device: torch.device) -> FactRows:
         """The rows on another device."""
-        moved = {name: LayerWishes(*(part.to(device) for part in wishes)) for name, wishes in self.wishes.items()}
+        moved = {name: LayerTargets(*(part.to(device) for part in targets)) for name, targets in self.targets.items()}
         return FactRows(moved, self.offsets)
 
     def tensors(self) -> dict[str, Tensor]:
         """Plain tensors by name, for a file."""
         named = {}
-        for name, wishes in self.wishes.items():
-            named[f"{name}/{_KEYS}"] = wishes.keys
-            named[f"{name}/{_DIFFS}"] = wishes.value_diffs
+        for name, targets in self.targets.items():
+            named[f"{name}/{_KEYS}"] = targets.keys
+            named[f"{name}/{_DIFFS}"] = targets.value_diffs
             named[f"{name}/{_OFFSETS}"] = torch.tensor(self.offsets[name])
         return named
 
@@ -80,7 +79,7 @@ class FactRows:
         """What `tensors` gave."""
         layers = [name.removesuffix(f"/{_OFFSETS}") for name in named if name.endswith(f"/{_OFFSETS}")]
         return cls(
-            {name: LayerWishes(named[f"{name}/{_KEYS}"], named[f"{name}/{_DIFFS}"]) for name in layers},
+            {name: LayerTargets(named[f"{name}/{_KEYS}"], named[f"{name}/{_DIFFS}"]) for name in layers},
             {name: named[f"{name}/{_OFFSETS}"].tolist() for name in layers},
         )
 
@@ -96,7 +95,7 @@ def fact_rows(
         layer.name: _running_sum(fact.num_traced(layer.stack, config.editor.tokens) for fact in facts)
         for layer in editor.layers
     }
-    return FactRows(editor.wishes(traces), offsets)
+    return FactRows(editor.layer_targets(traces), offsets)
 
 
 class EditSet:

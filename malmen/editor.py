@@ -19,16 +19,19 @@ from malmen.adam import adam_state, load_adam_state, make_adam, schedule
 from malmen.config import Config
 from malmen.data.records import Fact
 from malmen.errors import EditError
-from malmen.hypernet import HyperNetwork, Statistics
-from malmen.hypernet_rows import HypernetRows, run_in_batches
-from malmen.layers import LayerSpec
+from malmen.hypernet import HypernetRows, HyperNetwork, Statistics, run_in_batches
 from malmen.least_squares import NormalEquation, Pullback
+from malmen.lm.layers import LayerSpec
+from malmen.lm.trace import Traces, trace
 from malmen.shards import Alone, Shards
-from malmen.solved import LayerWishes, Solved
-from malmen.trace import Traces, trace
 
 if TYPE_CHECKING:  # a process that only holds an editor does not wait for transformers
-    from malmen.lm import LanguageModel
+    from malmen.lm.model import LanguageModel
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from malmen.shards import SolvedShard
 
 
 class Editor(nn.Module):
@@ -73,7 +76,7 @@ class Editor(nn.Module):
     @classmethod
     def from_pretrained(cls, folder: str | Path, lm: LanguageModel | None = None) -> Editor:
         """A trained editor; with `lm` given, refused unless it was trained for that very model."""
-        from malmen.checkpoint import load_editor
+        from malmen.runs.checkpoint import load_editor
 
         return load_editor(folder, lm)
 
@@ -86,7 +89,7 @@ class Editor(nn.Module):
                 f"this editor was trained for base model {self.base_model} ({self.config.model.name}), this one is "
                 f"{lm.fingerprint()}: an editor works only on the weights it was trained for"
             )
-        from malmen.facts import encode_batches
+        from malmen.lm.model import encode_batches
 
         self.to(lm.device)
         batches = encode_batches(lm, facts, self.config)
@@ -145,23 +148,23 @@ class Editor(nn.Module):
         return solved
 
     @torch.no_grad()
-    def wishes(self, traces: Traces) -> dict[str, LayerWishes]:
+    def layer_targets(self, traces: Traces) -> dict[str, LayerTargets]:
         """What the tokens ask of each layer, row by row: all that a set of edits needs to know of a fact."""
         if self.config.editor.aggregation == "sum":
             parts = list(self._solve_rows(traces, None))
             return {
-                name: LayerWishes(
+                name: LayerTargets(
                     torch.cat([part.pseudo_keys for part in parts if part.layer == name]),
                     torch.cat([part.scaled_grads for part in parts if part.layer == name]),
                 )
                 for name in traces
             }
         diffs = self._value_diffs(traces, None)
-        return {name: LayerWishes(traces[name].keys, diffs[name]) for name in diffs}
+        return {name: LayerTargets(traces[name].keys, diffs[name]) for name in diffs}
 
     def equations(self, traces: Traces) -> dict[str, NormalEquation]:
         """The normal equation of each layer for these traces alone: sets of edits add and subtract."""
-        return {name: NormalEquation.of(*wishes) for name, wishes in self.wishes(traces).items()}
+        return {name: NormalEquation.of(*targets) for name, targets in self.layer_targets(traces).items()}
 
     def solve_equations(self, equations: Mapping[str, NormalEquation]) -> dict[str, Tensor]:
         """Shifts from summed equations; a sum of shifts (MEND) is their cross term itself."""
@@ -325,3 +328,34 @@ def _check_finite(shifts: Mapping[str, Tensor]) -> None:
 
 def _finite(grad: Tensor | None) -> bool:
     return grad is None or bool(torch.isfinite(grad).all())
+
+
+class LayerTargets(NamedTuple):
+    """Rows are tokens. Under `aggregation: sum` they are pseudo keys and scaled gradients: S = Σ diffᵀ key."""
+
+    keys: Tensor  # u (tokens, key)
+    value_diffs: Tensor  # d (tokens, value)
+
+
+@dataclass
+class Solved:
+    """The shifts of one set of edits, and what `backward` needs of how they came about."""
+
+    traces: Traces
+    shifts: dict[str, Tensor]  # S* in float64
+    solutions: dict[str, SolvedShard] = field(default_factory=dict)
+    value_diffs: dict[str, Tensor] = field(default_factory=dict)
+    kept: dict[str, list[HypernetRows]] = field(default_factory=dict)  # by network, with the graph
+
+    def mean_residual(self) -> float | None:
+        """MR: the mean of the residuals over layers and tokens (§5.2); None for a sum, which solves nothing."""
+        return float(self.residuals().mean()) if self.value_diffs else None
+
+    def residuals(self) -> Tensor:
+        """r_j = ‖S*u_j − d_j‖ / ‖d_j‖ of each layer and token."""
+        residuals = [torch.zeros(0, dtype=torch.float64)]
+        for name, diffs in self.value_diffs.items():
+            wanted = diffs.double()
+            error = self.traces[name].keys.double() @ self.shifts[name].T - wanted
+            residuals.append(error.norm(dim=-1) / wanted.norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny))
+        return torch.cat([part.cpu() for part in residuals])

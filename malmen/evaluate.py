@@ -12,12 +12,11 @@ from torch import Tensor
 
 from malmen.config import Config
 from malmen.data.records import EditRecord, Fact
+from malmen.data.sampling import unrelated_to_all
 from malmen.data.tokens import EncodedFact, FactEncoder, TokenBatch, make_batches
-from malmen.facts import fact_encoder
-from malmen.generate import decode, generate_ids, up_to_the_end
-from malmen.lm import LanguageModel
-from malmen.overlay import Shifts, edited
-from malmen.sampling import unrelated_to_all
+from malmen.lm.generate import decode, generate_ids, up_to_the_end
+from malmen.lm.model import LanguageModel, fact_encoder
+from malmen.lm.overlay import Shifts, edited
 
 _END_MARKS = ("\n", ".", ",", ";", ":", "!", "?")
 

@@ -21,10 +21,10 @@ import malmen
 from malmen.data.tokens import Kind
 from malmen.data.world_model import WORLD_MODEL
 from malmen.errors import EditError, UsageError
-from malmen.files import whole_file, whole_folder
-from malmen.layers import find_layers, is_conv1d
-from malmen.lm import LanguageModel
-from malmen.overlay import Shifts
+from malmen.lm.layers import find_layers, is_conv1d
+from malmen.lm.model import LanguageModel
+from malmen.lm.overlay import Shifts
+from malmen.runs.files import atomic_file, atomic_folder
 
 ExportKind = Literal["delta", "lora", "merged"]
 FORMAT = "malmen-export/1"
@@ -33,7 +33,10 @@ _Notes = dict[str, dict[str, Any]]  # layer -> what the manifest says of it
 _KINDS: dict[Kind, tuple[str, str | None]] = {  # what loads a model of this kind, and what PEFT calls it
     "decoder": ("transformers.AutoModelForCausalLM", "CAUSAL_LM"),
     "encoder-decoder": ("transformers.AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM"),
-    "classifier": ("malmen.lm.FirstTokenClassifier", None),  # as SEQ_CLS its head would be looked for in the adapter
+    "classifier": (
+        "malmen.lm.FirstTokenClassifier",
+        None,
+    ),  # as SEQ_CLS its head would be looked for in the adapter
 }
 _LOAD = "from {home} import {loader}\nmodel = {loader}.from_pretrained({arguments})"
 _SNIPPETS: dict[ExportKind, str] = {
@@ -68,14 +71,14 @@ def export_edit(
         raise UsageError(f"max_rank is {max_rank}: expected 1 or more")
     _check_target(folder, model_name)
     stored, base = _check_shifts(lm, shifts), _base_model(lm, model_name)
-    with whole_folder(folder, replaces=MANIFEST) as fresh:
+    with atomic_folder(folder, replaces=MANIFEST) as fresh:
         if kind == "delta":
             notes = _write_delta(fresh, lm, stored)
         elif kind == "lora":
             notes = _write_lora(fresh, lm, stored, base, max_rank)
         else:
             notes = _write_merged(fresh, lm, stored)
-        whole_file(fresh / "README.md", _readme(kind, base, stored, len(facts)))
+        atomic_file(fresh / "README.md", _readme(kind, base, stored, len(facts)))
         files = sorted(path for path in fresh.rglob("*") if path.is_file())
         manifest = {
             "format": FORMAT,
@@ -282,7 +285,7 @@ def _checksum(path: Path) -> dict[str, Any]:
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    whole_file(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+    atomic_file(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

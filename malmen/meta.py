@@ -11,15 +11,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from malmen.cache import FactCache
 from malmen.data.tokens import EncodedFact, TokenBatch, make_batches
 from malmen.editor import Editor
 from malmen.errors import EditError
-from malmen.layers import LayerSpec
-from malmen.lm import LanguageModel
-from malmen.losses import kl, nll
-from malmen.overlay import edited
-from malmen.stem import (
+from malmen.lm.layers import LayerSpec
+from malmen.lm.losses import kl, nll
+from malmen.lm.model import LanguageModel
+from malmen.lm.overlay import edited
+from malmen.lm.stem import (
     all_blocks,
     cache_kinds,
     keep_stem,
@@ -28,7 +27,8 @@ from malmen.stem import (
     resume_stem,
     stem_blocks,
 )
-from malmen.trace import Cut, trace_facts
+from malmen.lm.trace import Cut, trace_facts
+from malmen.runs.fact_cache import FactCache
 
 Caches = Mapping[str, FactCache]  # by role: edits, equivalents, unrelated; the roles whose facts come again
 

@@ -9,22 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from malmen.baselines.method import EditMethod
-from malmen.checkpoint import add_scores, load_editor, save_checkpoint
-from malmen.checkpoint_files import read_state
 from malmen.config import Config, TrainingConfig
 from malmen.data.records import EditRecord
-from malmen.data.subjects import edits_of
-from malmen.editor import Editor, seeded_editor
-from malmen.errors import EditError
-from malmen.evaluate import Evaluation, evaluate
-from malmen.facts import encode_batches, fact_encoder
-from malmen.key_sums import KeySums, layers_at_once
-from malmen.layers import find_layers
-from malmen.lm import LanguageModel, load_lm
-from malmen.meta import StepReport, meta_step
-from malmen.run_folder import RunFolder
-from malmen.sampling import (
+from malmen.data.sampling import (
     Sampler,
     check_facts,
     check_held_out,
@@ -35,6 +22,18 @@ from malmen.sampling import (
     training_records,
     validation_records,
 )
+from malmen.data.subjects import edits_of
+from malmen.edit_method import EditMethod
+from malmen.editor import Editor, seeded_editor
+from malmen.errors import EditError
+from malmen.evaluate import Evaluation, evaluate
+from malmen.lm.key_moments import KeySums, layers_at_once
+from malmen.lm.layers import find_layers
+from malmen.lm.model import LanguageModel, encode_batches, fact_encoder, load_lm
+from malmen.meta import StepReport, meta_step
+from malmen.runs.checkpoint import add_scores, load_editor, save_checkpoint
+from malmen.runs.checkpoint_files import read_state
+from malmen.runs.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 

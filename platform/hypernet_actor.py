@@ -21,16 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from malmen.checkpoint import load_editor, save_checkpoint
 from malmen.config import Config
-from malmen.devices import resolve_device
-from malmen.editor import Editor, seeded_editor
-from malmen.layers import LayerSpec
+from malmen.editor import Editor, Solved, seeded_editor
+from malmen.lm.devices import resolve_device
+from malmen.lm.layers import LayerSpec
+from malmen.lm.trace import LayerTrace, Traces
 from malmen.platform.cluster import on_given_gpu
 from malmen.platform.wire import Arrays, peak_memory_mb, to_array, to_arrays, to_tensor
+from malmen.runs.checkpoint import load_editor, save_checkpoint
 from malmen.shards import Alone, ProcessGroupShards
-from malmen.solved import Solved
-from malmen.trace import LayerTrace, Traces
 
 EVALUATION = -1  # the step that stands for an edit outside training
 NOTHING = -2

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from malmen.config import Config
 from malmen.errors import EditError
-from malmen.layers import LayerSpec
+from malmen.lm.layers import LayerSpec
+from malmen.lm.trace import Traces
 from malmen.platform.cluster import describe_resources
 from malmen.platform.hypernet_actor import HypernetActor
 from malmen.platform.wire import Arrays, num_bytes, to_array, to_tensor
 from malmen.shards import divide
-from malmen.trace import Traces
 
 _PATIENCE = 60.0  # seconds for an actor to leave its group; who does not is stuck, and is started again
 

@@ -14,19 +14,18 @@ from torch import Tensor
 
 from malmen.config import Config
 from malmen.data.records import EditRecord
+from malmen.data.sampling import Sampler, preserved_facts, training_records
 from malmen.data.tokens import EncodedFact, TokenBatch, make_batches
 from malmen.errors import EditError
 from malmen.evaluate import Evaluation, evaluate, predict_batches
-from malmen.facts import fact_encoder
-from malmen.key_sums import KeySums, layers_at_once
-from malmen.layers import find_layers
-from malmen.lm import load_lm
+from malmen.lm.key_moments import KeySums, layers_at_once
+from malmen.lm.layers import find_layers
+from malmen.lm.model import fact_encoder, load_lm
+from malmen.lm.trace import Traces, trace_facts
 from malmen.meta import MetaBatch, check_finite, leaf_grads, make_leaves, meta_backward
 from malmen.platform.cluster import on_own_device
 from malmen.platform.hypernet_group import HypernetLost
 from malmen.platform.sharding import load_sharded_lm
-from malmen.sampling import Sampler, preserved_facts, training_records
-from malmen.trace import Traces, trace_facts
 
 T = TypeVar("T")
 

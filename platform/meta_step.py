@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from malmen.lm.trace import Traces
 from malmen.meta import Stopwatch, naming_records
 from malmen.platform.hypernet_group import HypernetGroup
 from malmen.platform.lm_worker import LMWorker
-from malmen.trace import Traces
 
 
 @dataclass

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from malmen.config import Config
 from malmen.errors import EditError, UsageError
-from malmen.platform.mlflow_store import absolute, shown
-from malmen.storage import PREFIX, RunStore
+from malmen.platform.tracking.store import absolute, redact_credentials
+from malmen.runs.storage import CHECKPOINT_PREFIX, RunStore
 
 PATIENCE = 90.0  # seconds: NFS may keep what it knew of a folder for a minute
 
@@ -33,8 +33,8 @@ def check_lasting(config: Config, out: str | Path) -> None:
     if config.tracking.enabled and (lost or (uri is not None and absolute(uri) != uri)):
         raise UsageError(
             f"MLflow's store would lie in the Ray job's temporary copy of the working directory (--out {out}, "
-            f"tracking.uri {uri and shown(uri)}): give tracking.uri=http://… or sqlite:////whole/path/mlflow.db, or "
-            "tracking.enabled=false"
+            f"tracking.uri {uri and redact_credentials(uri)}): give tracking.uri=http://… or "
+            "sqlite:////whole/path/mlflow.db, or tracking.enabled=false"
         )
 
 
@@ -51,7 +51,7 @@ def check_shared(store: RunStore, step: int) -> None:
 
 
 def _step(checkpoint: str) -> int:
-    return int(checkpoint.removeprefix(PREFIX).partition(".")[0])
+    return int(checkpoint.removeprefix(CHECKPOINT_PREFIX).partition(".")[0])
 
 
 def ray_train_folder(run: str) -> str:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from malmen.config import ModelConfig
-from malmen.devices import resolve_dtype
 from malmen.errors import EditError
-from malmen.lm import LanguageModel, load_lm
+from malmen.lm.devices import resolve_dtype
+from malmen.lm.model import LanguageModel, load_lm
 from malmen.platform.allocator import memory_given_back
 
 _CONFIG: dict[str, Any] = {

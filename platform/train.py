@@ -23,21 +23,21 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from malmen.checkpoint_files import read_state
-from malmen.config import SPLIT, Config, whole_paths
+from malmen.config import SPLIT, Config, absolute_paths
+from malmen.data.sampling import check_held_out, data_fingerprint
 from malmen.errors import EditError, RunStopped, UsageError
-from malmen.layers import LayerSpec, find_layers
-from malmen.lm import load_skeleton
+from malmen.lm.layers import LayerSpec, find_layers
+from malmen.lm.model import load_skeleton
 from malmen.meta import StepReport
 from malmen.platform.board import Board
 from malmen.platform.cluster import Roles, actor_options, check_room, connected, size_roles
 from malmen.platform.hypernet_group import HypernetGroup
 from malmen.platform.places import check_lasting, check_shared, in_ray_job, ray_train_folder
-from malmen.platform.registry import RegisteredEditor, describe_checkpoint
-from malmen.platform.tracking import Tracker
+from malmen.platform.tracking.registry import RegisteredEditor, describe_checkpoint
+from malmen.platform.tracking.tracker import Tracker
 from malmen.platform.train_loop import LoopSettings, train_loop
-from malmen.run_folder import RunFolder
-from malmen.sampling import check_held_out, data_fingerprint
+from malmen.runs.checkpoint_files import read_state
+from malmen.runs.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def train(
     if in_ray_job():
         check_lasting(config, out)
     elif whole:
-        config = whole_paths(config)
+        config = absolute_paths(config)
     out = out if "://" in str(out) else Path(out).absolute()
     folder = RunFolder.open(out, config, resume=resume)
     tags = {"data": data_fingerprint(config), "run": str(folder.store.location)}
@@ -301,6 +301,6 @@ def _finish(config: Config, folder: RunFolder, tracker: Tracker, seconds: float,
 
 
 if __name__ == "__main__":
-    from malmen.platform.cli import main
+    from malmen.platform.cli.main import main
 
     main(["train"])

@@ -13,9 +13,8 @@ import ray
 import torch
 from ray.train import get_context
 
-from malmen.checkpoint import add_scores
-from malmen.checkpoint_files import latest_checkpoint, read_state
 from malmen.config import Config
+from malmen.data.sampling import check_facts, shared_facts, validation_records
 from malmen.errors import EditError
 from malmen.meta import StepReport
 from malmen.platform.hypernet_actor import EVALUATION
@@ -24,8 +23,9 @@ from malmen.platform.lm_worker import LMWorker
 from malmen.platform.meta_step import meta_step
 from malmen.platform.places import check_shared
 from malmen.platform.wire import peak_memory_mb
-from malmen.sampling import check_facts, shared_facts, validation_records
-from malmen.storage import RunStore
+from malmen.runs.checkpoint import add_scores
+from malmen.runs.checkpoint_files import latest_checkpoint, read_state
+from malmen.runs.storage import RunStore
 from malmen.training import check_enough
 
 logger = logging.getLogger(__name__)

@@ -24,13 +24,13 @@ from ray.serve.schema import ReplicaState
 from malmen.config import SPLIT
 from malmen.data.records import EditRecord
 from malmen.errors import UsageError
-from malmen.serve.access import VARIABLE, load_access
-from malmen.serve.api import Backend, make_app
-from malmen.serve.growing import Growing
-from malmen.serve.kept_editor import keep_editor
+from malmen.serve.http.access import VARIABLE, load_access
+from malmen.serve.http.api import Backend, make_app
+from malmen.serve.http.problems import Problem
+from malmen.serve.ledger.editor_copy import keep_editor
+from malmen.serve.ledger.opening import open_ledger
 from malmen.serve.messages import Change, Outcome, Prompt, unwrapped
-from malmen.serve.open_ledger import open_ledger
-from malmen.serve.problems import Problem
+from malmen.serve.reading.streams import Growing
 from malmen.serve.settings import ReaderConfig, ServeConfig, WriterConfig, parse_settings
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class WriterDeployment:
     """The one writer: what arrives while it solves is merged into the next solve."""
 
     def __init__(self, raw: dict[str, Any]) -> None:
-        from malmen.serve.roles import Writer
+        from malmen.serve.workers import Writer
 
         self.settings = parse_settings(raw, "the endpoint's settings")
         self.writer = Writer(self.settings)
@@ -81,7 +81,7 @@ class ReaderDeployment:
 
     def __init__(self, raw: dict[str, Any]) -> None:
         from malmen.serve.materials import make_reader
-        from malmen.serve.roles import Answering
+        from malmen.serve.workers import Answering
 
         settings = parse_settings(raw, "the endpoint's settings")
         self.answering = Answering(make_reader(settings))

@@ -11,7 +11,7 @@ from torch import Tensor
 from malmen.edit_set import EditSet, FactRows
 from malmen.serve.changes import Plan, fact_report
 from malmen.serve.guards import Guards, Measured
-from malmen.serve.problems import Problem
+from malmen.serve.http.problems import Problem
 
 
 @dataclass

@@ -9,9 +9,9 @@ from typing import Any
 from malmen.data.records import Fact
 from malmen.data.tokens import EncodedFact, FactEncoder
 from malmen.errors import EditError
-from malmen.serve.ledger_view import Edit
+from malmen.serve.http.problems import Problem
+from malmen.serve.ledger.view import Edit
 from malmen.serve.messages import Change
-from malmen.serve.problems import Problem
 
 
 @dataclass

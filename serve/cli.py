@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from malmen.checkpoint_files import BEST
 from malmen.errors import EditError
-from malmen.platform.cli_options import AsJson, RunByDefault
+from malmen.platform.cli.options import AsJson, RunByDefault
+from malmen.runs.checkpoint_files import BEST
 
 if TYPE_CHECKING:
     from malmen.serve.settings import ServeConfig
@@ -56,13 +56,13 @@ def run(
 
 def _serve(settings: ServeConfig, host: str, port: int, address: str | None, as_json: bool) -> None:
     from malmen.config import ClusterConfig
+    from malmen.platform.cli.output import err, print_json
     from malmen.platform.cluster import connected
-    from malmen.platform.output import err, print_json
-    from malmen.serve.access import load_access, token_of
     from malmen.serve.app import tokens_file
-    from malmen.serve.kept_editor import keep_editor
-    from malmen.serve.open_ledger import open_ledger
-    from malmen.serve.running import run_endpoint, stop_endpoint
+    from malmen.serve.http.access import load_access, token_of
+    from malmen.serve.launch import run_endpoint, stop_endpoint
+    from malmen.serve.ledger.editor_copy import keep_editor
+    from malmen.serve.ledger.opening import open_ledger
 
     settings = keep_editor(settings)
     open_ledger(settings).close()  # a wrong editor or store is told before anything is started
@@ -112,7 +112,7 @@ def _absolute(settings: ServeConfig) -> ServeConfig:
 def settings(as_json: AsJson = False) -> None:
     """List every setting of the endpoint with its default; any can be given as key=value."""
     from malmen.config import describe_settings
-    from malmen.platform.output import show_settings
+    from malmen.platform.cli.output import show_settings
     from malmen.serve.settings import ServeConfig
 
     rows = describe_settings(ServeConfig)
@@ -126,8 +126,8 @@ def audit(
     as_json: AsJson = False,
 ) -> None:
     """Check that the ledger is what was written: every entry, and every correction. Exit code 1 if it is not."""
-    from malmen.platform.output import out, print_json
-    from malmen.serve.ledger_view import LedgerView
+    from malmen.platform.cli.output import out, print_json
+    from malmen.serve.ledger.view import LedgerView
     from malmen.serve.settings import ServeConfig
 
     if database is None and not (Path(store) / "ledger.db").is_file():

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from malmen.errors import EditError
-from malmen.export import ExportKind, export_edit
-from malmen.serve.export_files import export_folder
-from malmen.serve.problems import Problem
-from malmen.serve.service import EditService
+from malmen.serve.http.problems import Problem
+from malmen.serve.ledger.view import LedgerView
+
+if TYPE_CHECKING:  # an ingress fetches exported files, and has no torch
+    from malmen.export import ExportKind
+    from malmen.serve.service import EditService
 
 
 def export_version(
@@ -18,6 +22,8 @@ def export_version(
 
     The writer goes on meanwhile: what is read here is frozen (the model) or never changed (a version, its blob).
     """
+    from malmen.export import export_edit
+
     found = service.ledger.resolve(version)
     if found.shifts is None:
         raise Problem(422, f"version {found.id} is the unedited model: there is nothing to export")
@@ -33,3 +39,17 @@ def export_version(
         raise Problem(422, str(error)) from error
     except OSError as error:
         raise Problem(503, f"the store cannot be written: {error.strerror or error}", retry_after=5) from error
+
+
+def export_folder(store: str, version: str, kind: str) -> Path:
+    """Where an export lies."""
+    return Path(store) / "exports" / f"{version}-{kind}"
+
+
+def exported_file(ledger: LedgerView, store: str, version: str, kind: str, name: str) -> Path:
+    """A file of an export; the name is one of those there, never a path."""
+    folder = export_folder(store, ledger.resolve(version).id, kind)
+    known = {path.name for path in folder.iterdir() if path.is_file()} if folder.is_dir() else set()
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name not in known:
+        raise Problem(404, f"there is no file {name!r} of a {kind} export of {version}; POST …/export makes one")
+    return folder / name

@@ -13,10 +13,9 @@ from torch import Tensor
 from malmen.data.records import Fact
 from malmen.data.tokens import EncodedFact, make_batches
 from malmen.evaluate import predict_tokens, shift_ratio
-from malmen.facts import fact_encoder
-from malmen.lm import LanguageModel
-from malmen.losses import nll
-from malmen.overlay import edited
+from malmen.lm.losses import nll
+from malmen.lm.model import LanguageModel, fact_encoder
+from malmen.lm.overlay import edited
 from malmen.serve.settings import GuardConfig
 
 

@@ -7,9 +7,9 @@ import threading
 from dataclasses import replace
 
 from malmen.errors import EditError
-from malmen.serve.chain import canonical
-from malmen.serve.jobs import Job, JobBook
-from malmen.serve.problems import Problem
+from malmen.serve.http.problems import Problem
+from malmen.serve.ledger.chain import canonical
+from malmen.serve.ledger.jobs import Job, JobBook
 from malmen.serve.service import EditService
 
 log = logging.getLogger(__name__)

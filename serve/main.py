@@ -5,8 +5,8 @@ from __future__ import annotations
 
 def main() -> None:
     """`malmen serve …`."""
-    from malmen.platform.cli import add_commands
-    from malmen.platform.cli import main as malmen
+    from malmen.platform.cli.main import add_commands
+    from malmen.platform.cli.main import main as malmen
     from malmen.serve.cli import app
 
     add_commands("serve", app)

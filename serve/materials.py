@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from malmen.checkpoint import load_editor
-from malmen.checkpoint_files import read_config, read_state
 from malmen.config import Config
 from malmen.data.readers import read_records
 from malmen.data.records import Fact
+from malmen.data.sampling import unrelated_to_all, validation_records
 from malmen.editor import Editor
 from malmen.errors import EditError
-from malmen.lm import LanguageModel, load_lm
+from malmen.lm.model import LanguageModel, load_lm
 from malmen.platform.cluster import on_own_device
-from malmen.sampling import unrelated_to_all, validation_records
-from malmen.serve.blobs import BlobStore
+from malmen.runs.checkpoint import load_editor
+from malmen.runs.checkpoint_files import read_config, read_state
 from malmen.serve.guards import Guards
-from malmen.serve.open_ledger import find_editor, open_ledger
-from malmen.serve.reader import Reader
+from malmen.serve.ledger.blobs import BlobStore
+from malmen.serve.ledger.opening import find_editor, open_ledger
+from malmen.serve.reading.reader import Reader
 from malmen.serve.service import EditService
 from malmen.serve.settings import ServeConfig
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from malmen.data.records import EditRecord, Fact
-from malmen.serve.chain import canonical, digest
-from malmen.serve.problems import Problem
+from malmen.serve.http.problems import Problem
+from malmen.serve.ledger.chain import canonical, digest
 
 if TYPE_CHECKING:
     from malmen.edit_set import FactRows

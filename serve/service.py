@@ -20,20 +20,27 @@ from malmen.data.records import Fact
 from malmen.edit_set import EditSet, FactRows
 from malmen.editor import Editor
 from malmen.errors import EditError
-from malmen.facts import fact_encoder
-from malmen.lm import LanguageModel
-from malmen.serve.blobs import BlobStore, as_stored
+from malmen.lm.model import LanguageModel, fact_encoder
 from malmen.serve.candidate import Candidate
-from malmen.serve.chain import canonical, digest
 from malmen.serve.changes import LiveFacts, Plan, fact_report, make_plan
+from malmen.serve.fact_rows import (
+    join_rows,
+    num_sent,
+    plan_rows,
+    store_rows,
+    stored_rows,
+    too_large,
+    trace_rows,
+    within_memory,
+)
 from malmen.serve.guards import Guards, Measured
-from malmen.serve.ledger import AcceptedRequest, Ledger, NewEdit, Publication
-from malmen.serve.ledger_view import Alias
+from malmen.serve.http.problems import Problem
+from malmen.serve.ledger.blobs import BlobStore, as_stored
+from malmen.serve.ledger.chain import canonical, digest
+from malmen.serve.ledger.ledger import AcceptedRequest, Ledger, NewEdit, Publication
+from malmen.serve.ledger.tables import LIVE
+from malmen.serve.ledger.view import Alias
 from malmen.serve.messages import Change, Outcome
-from malmen.serve.new_rows import join_rows, num_sent, plan_rows, too_large, trace_rows, within_memory
-from malmen.serve.problems import Problem
-from malmen.serve.stored_rows import store_rows, stored_rows
-from malmen.serve.tables import LIVE
 
 log = logging.getLogger(__name__)
 _TRIES = 5  # a batch is computed again this often when `live` is moved meanwhile

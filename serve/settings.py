@@ -8,8 +8,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from malmen.config import describe_settings, explain, read_override, read_yaml, set_key
-from malmen.config_section import Section
+from malmen.config import Section, describe_settings, explain, read_override, read_yaml, set_key
 from malmen.errors import UsageError
 
 

@@ -37,7 +37,7 @@ def _one_thread() -> None:
 @pytest.fixture
 def malmen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """`malmen ARGS…` in this process: exit code, standard output, standard error."""
-    from malmen.platform.cli import main
+    from malmen.platform.cli.main import main
 
     def run(*args: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["malmen", *map(str, args)])

@@ -29,7 +29,7 @@ def modules(*folders: str) -> list[Path]:
 
 
 def package_of(path: Path) -> str:
-    """The dotted package that a file of one of the rooms is in: platform/cli.py is in malmen.platform."""
+    """The dotted package that a file of one of the rooms is in: platform/cli/main.py is in malmen.platform."""
     folder = path.relative_to(ROOT).parent.parts
     return ".".join(folder if folder[0] == "malmen" else ("malmen", *folder))
 

@@ -7,19 +7,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from malmen.checkpoint_files import latest_checkpoint, read_state
 from malmen.config import Config, parse_config
 from malmen.errors import EditError
-from malmen.platform.mlflow_store import clear_errors, connect
-from malmen.platform.registry import describe_checkpoint, register_editor, registered_name
-from malmen.platform.tracking import run_exists
+from malmen.metrics import score
+from malmen.platform.tracking.registry import describe_checkpoint, register_editor, registered_name
+from malmen.platform.tracking.store import clear_errors, connect
+from malmen.platform.tracking.tracker import run_exists
 from malmen.platform.train import Listener, train
-from malmen.run_folder import run_facts
-from malmen.score import score
+from malmen.runs.checkpoint_files import latest_checkpoint, read_state
+from malmen.runs.run_folder import run_facts
 from malmen.tune.follow import SweepListener
-from malmen.tune.record import SweepFolder, TrialRecord
 from malmen.tune.settings import SweepConfig
 from malmen.tune.space import Params, trial_config
+from malmen.tune.sweep_folder import SweepFolder, TrialRecord
 
 
 @dataclass(frozen=True)

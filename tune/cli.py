@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from malmen.errors import UsageError
-from malmen.platform.cli_options import AsJson, RunByDefault, resolve_config
+from malmen.platform.cli.options import AsJson, RunByDefault, resolve_config
 
 if TYPE_CHECKING:
     from malmen.config import Config
@@ -47,9 +47,9 @@ def run(
     """
     settings, searched = load(config, space, overrides or [])  # before what takes seconds to import
     from malmen.tune.output import show_sweep, sweep_progress
-    from malmen.tune.record import SweepFolder
     from malmen.tune.results import sweep_results
     from malmen.tune.sweep import sweep
+    from malmen.tune.sweep_folder import SweepFolder
 
     with sweep_progress() as listener:
         found = sweep(settings, searched, out, address=address, listener=listener)
@@ -64,9 +64,9 @@ def report(
 ) -> None:
     """Build the report of a sweep again, finished or not."""
     from malmen.tune.output import show_sweep
-    from malmen.tune.record import SweepFolder
     from malmen.tune.report import write_report
     from malmen.tune.results import sweep_results
+    from malmen.tune.sweep_folder import SweepFolder
 
     page = write_report(SweepFolder(folder))
     show_sweep({**sweep_results(SweepFolder(folder)), "report": str(page)}, as_json)
@@ -98,8 +98,8 @@ def _space_file(name: str | None) -> Path | None:
 
 def main() -> None:
     """`python -m malmen.tune.sweep CONFIG …`, the entry of a Ray job."""
-    from malmen.platform.cli import add_commands
-    from malmen.platform.cli import main as malmen
+    from malmen.platform.cli.main import add_commands
+    from malmen.platform.cli.main import main as malmen
 
     add_commands("sweep", app)  # a job's copy of the sources is not installed, so nobody else does
     malmen(["sweep"])

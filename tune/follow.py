@@ -11,10 +11,10 @@ from ray.tune import Callback
 
 from malmen.config import Config
 from malmen.errors import EditError
-from malmen.platform.mlflow_store import brief, connect, find_experiment, shown, store_errors
-from malmen.platform.watcher import DRIVER_TAG
-from malmen.run_folder import run_facts
-from malmen.tune.record import SweepFolder, TrialRecord
+from malmen.platform.tracking.store import brief, connect, find_experiment, redact_credentials, store_errors
+from malmen.platform.tracking.watcher import DRIVER_TAG
+from malmen.runs.run_folder import run_facts
+from malmen.tune.sweep_folder import SweepFolder, TrialRecord
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -104,7 +104,7 @@ def end_tracking_run(config: Config, folder: SweepFolder, record: TrialRecord) -
         if record.last is not None:
             client.log_metric(run, "sweep/score", record.last.score, step=record.last.step)
     except store_errors() + (EditError,) as error:  # noqa: RUF005 - mypy knows no other; EditError: a deleted experiment
-        logger.warning("trial %d could not be ended in %s: %s", record.number, shown(uri), brief(error))
+        logger.warning("trial %d could not be ended in %s: %s", record.number, redact_credentials(uri), brief(error))
     return record
 
 

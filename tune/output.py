@@ -10,10 +10,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from malmen.platform.output import err, out, percent, print_json
+from malmen.platform.cli.output import err, out, percent, print_json
 from malmen.tune.follow import SweepListener
-from malmen.tune.record import TrialRecord
 from malmen.tune.results import SHARES
+from malmen.tune.sweep_folder import TrialRecord
 
 
 class SweepProgress:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from malmen.files import whole_file, whole_folder
+from malmen.runs.files import atomic_file, atomic_folder
 from malmen.tune.plots import plot_sweep
-from malmen.tune.record import SweepFolder
 from malmen.tune.results import SHARES, sweep_results
+from malmen.tune.sweep_folder import SweepFolder
 
 REPORT = "report.html"
 
@@ -33,11 +33,11 @@ def write_report(folder: SweepFolder) -> Path:
     config, sweep, _ = folder.load()
     results = sweep_results(folder)
     target = folder.path / "report"
-    with whole_folder(target, replaces=REPORT) as fresh:
+    with atomic_folder(target, replaces=REPORT) as fresh:
         rows, front = results["trials"], results["pareto_front"]
         pictures = plot_sweep(rows, sweep, front, config.training.steps, fresh)
-        whole_file(fresh / "results.json", json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-        whole_file(fresh / REPORT, _page(results, pictures))
+        atomic_file(fresh / "results.json", json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+        atomic_file(fresh / REPORT, _page(results, pictures))
     return target / REPORT
 
 

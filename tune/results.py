@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from malmen.platform.mlflow_store import shown
-from malmen.tune.record import SweepFolder, TrialRecord
+from malmen.platform.tracking.store import redact_credentials
+from malmen.tune.sweep_folder import SweepFolder, TrialRecord
 
 SHARES = {"ES": "edit_success", "GS": "generalization_success", "LS": "locality_success"}
 
@@ -61,5 +61,5 @@ def sweep_results(folder: SweepFolder) -> dict[str, Any]:
         "pareto_front": [trial.number for trial in pareto_front(trials)],
         "trials": [trial_row(trial) for trial in trials],
         "tracking_run": facts.get("mlflow_run"),
-        "tracking_uri": shown(config.tracking.uri) if config.tracking.uri else None,
+        "tracking_uri": redact_credentials(config.tracking.uri) if config.tracking.uri else None,
     }

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from ray.tune.search import Searcher
 
-from malmen.tune.record import SweepFolder, TrialRecord
 from malmen.tune.settings import Choices, Range, SweepConfig
 from malmen.tune.space import Params, draw, is_whole, number_of_trials
+from malmen.tune.sweep_folder import SweepFolder, TrialRecord
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution

@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from malmen.config import explain, full_key, read_override, read_yaml
-from malmen.config_section import Section
+from malmen.config import Section, explain, full_key, read_override, read_yaml
 from malmen.errors import UsageError
-from malmen.score import PARTS
+from malmen.metrics import PARTS
 
 LAYERS = "layers"  # the parameter that names a layer set
 SPACES = Path(__file__).parent / "spaces"

@@ -10,10 +10,9 @@ from typing import Any, get_args
 
 from torch import nn
 
-from malmen.config import Config, known_keys, parse_config, set_key
-from malmen.config_section import Section
+from malmen.config import Config, Section, known_keys, parse_config, set_key
 from malmen.errors import UsageError
-from malmen.layers import find_layers
+from malmen.lm.layers import find_layers
 from malmen.tune.settings import LAYERS, Choices, Range, SweepConfig
 
 Params = dict[str, Any]  # by name of the parameter; LAYERS names a layer set

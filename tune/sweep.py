@@ -21,23 +21,23 @@ from ray import tune
 from ray.tune.error import TuneError
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, TrialScheduler
 
-from malmen.config import Config, parse_config, whole_paths
+from malmen.config import Config, absolute_paths, parse_config
+from malmen.data.sampling import data_fingerprint, validation_records
 from malmen.errors import EditError, UsageError
-from malmen.files import at_work
-from malmen.lm import load_skeleton
+from malmen.lm.model import load_skeleton
 from malmen.platform.cluster import Roles, check_room, connected, room_for_runs, size_roles
-from malmen.platform.mlflow_store import absolute
 from malmen.platform.places import check_lasting, in_ray_job
-from malmen.platform.tracking import Tracker, tracking_uri
-from malmen.sampling import data_fingerprint, validation_records
+from malmen.platform.tracking.store import absolute
+from malmen.platform.tracking.tracker import Tracker, tracking_uri
+from malmen.runs.files import exclusive_folder
 from malmen.training import check_enough
 from malmen.tune.champion import Champion, crown
 from malmen.tune.follow import Follower, SweepListener, end_tracking_run
-from malmen.tune.record import SweepFolder, TrialRecord
 from malmen.tune.report import write_report
 from malmen.tune.search import SweepSearch
 from malmen.tune.settings import SweepConfig
 from malmen.tune.space import check_space, number_of_trials, with_evaluations
+from malmen.tune.sweep_folder import SweepFolder, TrialRecord
 from malmen.tune.trial import SweepTrial
 
 
@@ -62,12 +62,12 @@ def sweep(
     listener: SweepListener | None = None,
 ) -> SweepResult:
     """Try a space; an unfinished sweep of the same config and space in `out` is gone on with."""
-    config, grace = with_evaluations(config if in_ray_job() else whole_paths(config), space)
+    config, grace = with_evaluations(config if in_ray_job() else absolute_paths(config), space)
     check_space(config, space, load_skeleton(config.model)[0])
     data = data_fingerprint(config)
     check_enough(validation_records(config), config.training.eval_edits or 1)
     folder = SweepFolder(_place(config, out))
-    with at_work(folder.path):
+    with exclusive_folder(folder.path):
         return _sweep(config, space, grace, data, folder, address, listener or SweepListener())
 
 

@@ -15,12 +15,12 @@ from ray.tune import Trainable
 
 from malmen.config import Config
 from malmen.errors import EditError
-from malmen.platform.output import mean_seconds
+from malmen.metrics import score
+from malmen.platform.cli.output import mean_seconds
 from malmen.platform.train import Listener, TrainedEditor, train
-from malmen.run_folder import run_evaluations, run_facts
-from malmen.score import score
-from malmen.tune.record import Judgement, SweepFolder
+from malmen.runs.run_folder import run_evaluations, run_facts
 from malmen.tune.space import trial_config
+from malmen.tune.sweep_folder import Judgement, SweepFolder
 
 
 class SweepTrial(Trainable):

@@ -1,6 +1,5 @@
-"""What is edited: facts, records of edits, and where they come from."""
+"""What is edited: facts and edit records, the formats they come in, their tokens, and the built-in world.
 
-from malmen.data.readers import read_records, write_records
-from malmen.data.records import EditRecord, Fact
-
-__all__ = ["EditRecord", "Fact", "read_records", "write_records"]
+`sampling` decides which records a step uses. Nothing here runs a language model, except the two modules that build
+one for the built-in world and for claims.
+"""

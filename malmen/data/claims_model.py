@@ -20,9 +20,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 from malmen.data.readers import read_records
 from malmen.data.records import EditRecord, Fact
 from malmen.data.tokens import CLASSES, EncodedFact, FactEncoder, make_batches
-from malmen.devices import resolve_device
 from malmen.errors import EditError
-from malmen.files import check_replaceable, whole_file, whole_folder
+from malmen.lm.devices import resolve_device
+from malmen.runs.files import atomic_file, atomic_folder, check_replaceable
 
 MARK = "claims.json"  # only a folder that this has written is replaced
 OnStep = Callable[[int, int], None]  # steps done, of so many
@@ -58,7 +58,7 @@ def build_classifier(
 ) -> float | None:  # fmt: skip
     """Fine-tune all parameters with Adam into `out`; gives the share of right labels on the validation claims."""
     from malmen.config import ModelConfig
-    from malmen.lm import FirstTokenClassifier
+    from malmen.lm.model import FirstTokenClassifier
 
     training = training or ClaimsTraining()
     check_replaceable(out, MARK)
@@ -78,8 +78,8 @@ def build_classifier(
         accuracy = _accuracy(model, held_out, pad) if held_out else None
         if on_epoch:
             on_epoch(epoch + 1, loss, accuracy)
-    with whole_folder(out, replaces=MARK) as folder:
-        whole_file(
+    with atomic_folder(out, replaces=MARK) as folder:
+        atomic_file(
             folder / MARK, json.dumps({"model": name, **asdict(training), "validation_accuracy": accuracy}) + "\n"
         )
         model.save_pretrained(folder)

@@ -11,7 +11,7 @@ from malmen.data.formats import FORMATS, ParsedFile, parse_file, parse_rows
 from malmen.data.records import EditRecord, Fact
 from malmen.data.rows import Row, Rows
 from malmen.errors import EditError
-from malmen.files import whole_file
+from malmen.runs.files import atomic_file
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -44,7 +44,7 @@ def read_dataset(path: str | Path, format: str = "auto") -> Dataset:
 
 def write_records(path: Path, records: Iterable[EditRecord]) -> None:
     """A file of our own rows, which `read_records` reads as the same records; whole or not at all."""
-    whole_file(path, "".join(json.dumps(_as_row(record), ensure_ascii=False) + "\n" for record in records))
+    atomic_file(path, "".join(json.dumps(_as_row(record), ensure_ascii=False) + "\n" for record in records))
 
 
 def records_from_dataset(dataset: Dataset, format: str = "auto") -> list[EditRecord]:

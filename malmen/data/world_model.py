@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from malmen.data.records import Fact
 from malmen.data.world import WORLD_SEED, make_world
 from malmen.errors import EditError
-from malmen.files import check_replaceable, whole_folder
+from malmen.runs.files import atomic_folder, check_replaceable
 
 WORLD_MODEL = Path(__file__).parent / "world_lm"
 END = "<|end|>"
@@ -69,7 +69,7 @@ def build_world_model(
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "seconds": round(time.perf_counter() - start),
     }
-    with whole_folder(folder, replaces="world.json") as fresh:
+    with atomic_folder(folder, replaces="world.json") as fresh:
         model.half().save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
         (fresh / "world.json").write_text(json.dumps(manifest, indent=1) + "\n")

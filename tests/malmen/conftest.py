@@ -6,7 +6,7 @@ import pytest
 from float64 import Float64Throughout
 from tiny_models import KINDS
 
-from malmen.lm import LanguageModel, load_lm
+from malmen.lm.model import LanguageModel, load_lm
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from malmen.data.tokens import EncodedFact
 from malmen.edit_set import EditSet, FactRows, fact_rows
 from malmen.errors import EditError
-from malmen.trace import Traces
+from malmen.lm.trace import Traces
 
 EXACT = {"rtol": 1e-8, "atol": 1e-10}
 
@@ -63,8 +63,8 @@ def test_the_rows_of_one_fact_do_not_depend_on_the_facts_beside_it(kind: str) ->
     alone = fact_rows(setup.lm, setup.editor, [facts[4], facts[7]])
     chosen = together.select([4, 7])
     assert chosen.offsets == alone.offsets
-    for name, wishes in alone.wishes.items():
-        assert_close(tuple(chosen.wishes[name]), tuple(wishes), rtol=1e-9, atol=1e-10)
+    for name, targets in alone.targets.items():
+        assert_close(tuple(chosen.targets[name]), tuple(targets), rtol=1e-9, atol=1e-10)
 
 
 def test_rows_go_through_plain_tensors_unchanged() -> None:
@@ -72,8 +72,8 @@ def test_rows_go_through_plain_tensors_unchanged() -> None:
     rows = fact_rows(setup.lm, setup.editor, random_facts(setup.lm, 5, 3))
     back = FactRows.of_tensors(rows.tensors())
     assert back.offsets == rows.offsets
-    for name, wishes in rows.wishes.items():
-        assert all(torch.equal(one, other) for one, other in zip(back.wishes[name], wishes, strict=True))
+    for name, targets in rows.targets.items():
+        assert all(torch.equal(one, other) for one, other in zip(back.targets[name], targets, strict=True))
 
 
 def test_a_change_leaves_the_set_it_began_from_as_it_was() -> None:

@@ -12,11 +12,11 @@ from tiny_models import Setup, make_setup, random_facts
 from torch import Tensor
 from torch.testing import assert_close
 
-from malmen.baselines.mend import SETTINGS as MEND
 from malmen.data.tokens import EncodedFact, make_batches
 from malmen.errors import EditError
+from malmen.lm.trace import Traces, trace
 from malmen.meta import MetaBatch, meta_backward
-from malmen.trace import Traces, trace
+from malmen.methods.mend import SETTINGS as MEND
 
 pytestmark = pytest.mark.usefixtures("exact")
 EXACT: dict[str, float] = {"rtol": 1e-9, "atol": 1e-12}

@@ -8,12 +8,11 @@ from plain import plain_log_probs
 from small_runs import make_config
 
 from malmen.data.records import EditRecord, Fact
+from malmen.data.sampling import unrelated_to_all
 from malmen.data.world import world_records
 from malmen.evaluate import _ends, evaluate, predict_tokens, shift_ratio
-from malmen.facts import fact_encoder
-from malmen.layers import find_layers
-from malmen.lm import LanguageModel
-from malmen.sampling import unrelated_to_all
+from malmen.lm.layers import find_layers
+from malmen.lm.model import LanguageModel, fact_encoder
 from malmen.training import evaluate_editor, make_editor
 
 

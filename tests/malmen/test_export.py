@@ -22,9 +22,9 @@ from malmen.config import ModelConfig
 from malmen.data.tokens import TokenBatch, make_batches
 from malmen.errors import EditError
 from malmen.export import export_edit, verify_export
-from malmen.layers import find_layers
-from malmen.lm import LanguageModel, load_lm
-from malmen.overlay import edited
+from malmen.lm.layers import find_layers
+from malmen.lm.model import LanguageModel, load_lm
+from malmen.lm.overlay import edited
 
 EXPORTS = ("delta", "lora", "merged")
 C_PROJ = "transformer.h.2.mlp.c_proj"

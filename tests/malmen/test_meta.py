@@ -9,9 +9,9 @@ from untouched import digest
 
 from malmen.data.tokens import EncodedFact, make_batches
 from malmen.errors import EditError
-from malmen.lm import LanguageModel
+from malmen.lm.model import LanguageModel
+from malmen.lm.trace import trace
 from malmen.meta import MetaBatch, StepReport, meta_step
-from malmen.trace import trace
 
 
 def _batch(setup: Setup) -> MetaBatch:

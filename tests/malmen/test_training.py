@@ -12,15 +12,15 @@ import torch
 from small_runs import make_config
 from torch.testing import assert_close
 
-from malmen.checkpoint import load_editor
-from malmen.checkpoint_files import read_state
 from malmen.config import ModelConfig
 from malmen.data.world import world_records
 from malmen.errors import EditError
-from malmen.lm import LanguageModel, load_lm
-from malmen.run_folder import RunFolder
-from malmen.score import score
-from malmen.storage import RunStore
+from malmen.lm.model import LanguageModel, load_lm
+from malmen.metrics import score
+from malmen.runs.checkpoint import load_editor
+from malmen.runs.checkpoint_files import read_state
+from malmen.runs.run_folder import RunFolder
+from malmen.runs.storage import RunStore
 from malmen.training import TrainingRun, evaluate_editor, evaluate_sets, make_editor, train
 
 

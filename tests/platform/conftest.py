@@ -8,7 +8,7 @@ import pytest
 from small_runs import SMALL
 
 from malmen.data.world import world_records
-from malmen.platform.cli import main
+from malmen.platform.cli.main import main
 
 
 @pytest.fixture(scope="session")

@@ -16,10 +16,10 @@ from platform_runs import make_platform_config
 from processes import role_processes, start_driver, wait_until, wait_until_nobody_works
 from torch.testing import assert_close
 
-from malmen.checkpoint import load_editor
 from malmen.config import Config
 from malmen.editor import Editor
 from malmen.platform.train import Listener, train
+from malmen.runs.checkpoint import load_editor
 from malmen.training import train as train_alone
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.chaos]

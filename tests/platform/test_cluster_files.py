@@ -49,7 +49,7 @@ from cluster_documents import (
     start_commands,
 )
 
-from malmen.platform.cli_options import resolve_config
+from malmen.platform.cli.options import resolve_config
 
 # --- fields ---
 

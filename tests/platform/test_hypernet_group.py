@@ -11,16 +11,15 @@ from platform_runs import make_platform_config
 from torch.testing import assert_close
 
 from malmen.config import Config
+from malmen.data.sampling import Sampler, training_records
 from malmen.data.tokens import make_batches
 from malmen.errors import EditError
-from malmen.facts import fact_encoder
-from malmen.layers import LayerSpec, find_layers
-from malmen.lm import LanguageModel, load_lm
+from malmen.lm.layers import LayerSpec, find_layers
+from malmen.lm.model import LanguageModel, fact_encoder, load_lm
+from malmen.lm.trace import Traces, trace_facts
 from malmen.platform.hypernet_actor import EVALUATION
 from malmen.platform.hypernet_group import HypernetGroup
 from malmen.platform.wire import to_tensor
-from malmen.sampling import Sampler, training_records
-from malmen.trace import Traces, trace_facts
 from malmen.training import make_editor
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]

@@ -12,16 +12,16 @@ from platform_runs import UnreadBoard, make_platform_config
 
 from malmen.config import Config
 from malmen.errors import EditError
-from malmen.layers import find_layers
-from malmen.lm import load_skeleton
+from malmen.lm.layers import find_layers
+from malmen.lm.model import load_skeleton
 from malmen.platform.hypernet_group import HypernetGroup
 from malmen.platform.lm_worker import LMWorker
 from malmen.platform.places import check_shared
-from malmen.platform.tracking import Tracker
+from malmen.platform.tracking.tracker import Tracker
 from malmen.platform.train import Listener, _take
 from malmen.platform.train_loop import LoopSettings, Rank
-from malmen.run_folder import HISTORY, RunFolder
-from malmen.storage import RunStore
+from malmen.runs.run_folder import HISTORY, RunFolder
+from malmen.runs.storage import RunStore
 
 
 def _save(run: Path, step: int) -> None:

@@ -14,21 +14,21 @@ from mlflow import MlflowClient
 from platform_runs import UnreadBoard, make_platform_config, train_in_turn
 from torch.testing import assert_close
 
-from malmen.checkpoint import load_editor
-from malmen.checkpoint_files import read_state
 from malmen.config import Config
+from malmen.data.sampling import data_fingerprint, validation_records
 from malmen.editor import Editor
 from malmen.errors import EditError
-from malmen.layers import find_layers
-from malmen.lm import load_skeleton
+from malmen.lm.layers import find_layers
+from malmen.lm.model import load_skeleton
 from malmen.platform.board import Board
 from malmen.platform.hypernet_group import HypernetGroup
 from malmen.platform.lm_worker import LMWorker
-from malmen.platform.tracking import Tracker
+from malmen.platform.tracking.tracker import Tracker
 from malmen.platform.train import Listener, TrainedEditor, _follow, train
 from malmen.platform.train_loop import LoopSettings, Rank
-from malmen.sampling import data_fingerprint, validation_records
-from malmen.storage import RunStore
+from malmen.runs.checkpoint import load_editor
+from malmen.runs.checkpoint_files import read_state
+from malmen.runs.storage import RunStore
 from malmen.training import evaluate_editor
 from malmen.training import train as train_alone
 

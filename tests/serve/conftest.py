@@ -13,7 +13,7 @@ import pytest
 import torch
 from one_process import Endpoint
 
-from malmen.lm import LanguageModel
+from malmen.lm.model import LanguageModel
 
 
 def _postgres_bin() -> Path | None:

@@ -15,7 +15,7 @@ from endpoint_process import EndpointProcess
 from endpoints import save_editor, world_facts
 
 from malmen.data.records import Fact
-from malmen.serve.ledger_view import LedgerView
+from malmen.serve.ledger.view import LedgerView
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1500)]
 FACTS = world_facts(700)

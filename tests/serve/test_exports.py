@@ -10,8 +10,7 @@ import pytest
 from endpoints import make_bench, world_facts
 
 from malmen.export import ExportKind, verify_export
-from malmen.serve.export_files import export_folder
-from malmen.serve.exports import export_version
+from malmen.serve.exports import export_folder, export_version
 from malmen.serve.messages import Change
 
 
@@ -29,7 +28,7 @@ def test_a_version_is_exported_while_the_writer_is_at_work(tmp_path: Path, kind:
     with service.turn:  # an edit that takes long
         thread.start()
         thread.join(30)
-        at_work = thread.is_alive()
+        exclusive_folder = thread.is_alive()
     thread.join(30)
-    assert not at_work, "the export waited for the writer"
+    assert not exclusive_folder, "the export waited for the writer"
     assert manifests == [verify_export(export_folder(str(tmp_path), version, kind))]

@@ -13,10 +13,10 @@ from full_disk import full_disk
 from torch.testing import assert_close
 
 from malmen.data.records import Fact
-from malmen.generate import ask
-from malmen.overlay import edited
+from malmen.lm.generate import ask
+from malmen.lm.overlay import edited
+from malmen.serve.http.problems import Problem
 from malmen.serve.messages import Change
-from malmen.serve.problems import Problem
 from malmen.serve.service import EditService
 from malmen.serve.settings import GuardConfig
 

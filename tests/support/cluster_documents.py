@@ -17,7 +17,7 @@ import yaml
 from jsonschema import Draft7Validator, Draft202012Validator
 
 from malmen.config import Config, load_config
-from malmen.platform.cli_options import resolve_config
+from malmen.platform.cli.options import resolve_config
 
 ROOT = Path(__file__).resolve().parents[2]
 KUBERAY = ROOT / "platform" / "kuberay"

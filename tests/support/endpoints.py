@@ -8,20 +8,19 @@ from pathlib import Path
 
 import torch
 
-from malmen.checkpoint import save_checkpoint
 from malmen.config import Config, ModelConfig
 from malmen.data.records import Fact
 from malmen.data.world import world_records
 from malmen.editor import Editor
-from malmen.facts import encode_batches
-from malmen.layers import find_layers
-from malmen.lm import LanguageModel, load_lm
-from malmen.serve.blobs import BlobStore
+from malmen.lm.layers import find_layers
+from malmen.lm.model import LanguageModel, encode_batches, load_lm
+from malmen.lm.trace import trace
+from malmen.runs.checkpoint import save_checkpoint
 from malmen.serve.guards import Guards
-from malmen.serve.ledger import Ledger
+from malmen.serve.ledger.blobs import BlobStore
+from malmen.serve.ledger.ledger import Ledger
 from malmen.serve.service import EditService
 from malmen.serve.settings import GuardConfig
-from malmen.trace import trace
 
 LENIENT = GuardConfig(min_success=0, max_shift_ratio=1e9, max_perplexity_ratio=1e9)
 

@@ -18,7 +18,7 @@ from transformers import (
 
 from malmen.data.world import world_records
 from malmen.data.world_model import WORLD_MODEL
-from malmen.lm import FirstTokenClassifier
+from malmen.lm.model import FirstTokenClassifier
 
 FOLDER_KINDS = ("gpt2", "t5", "bert")
 

@@ -9,11 +9,11 @@ from endpoints import save_editor
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from malmen.serve.access import ROLES, load_access, token_of
-from malmen.serve.api import Backend, make_app
-from malmen.serve.open_ledger import open_ledger
-from malmen.serve.roles import OneProcess
+from malmen.serve.http.access import ROLES, load_access, token_of
+from malmen.serve.http.api import Backend, make_app
+from malmen.serve.ledger.opening import open_ledger
 from malmen.serve.settings import ServeConfig
+from malmen.serve.workers import OneProcess
 
 
 class Endpoint:

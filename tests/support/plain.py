@@ -15,9 +15,9 @@ from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
 from malmen.data.tokens import EncodedFact
-from malmen.layers import LayerSpec
-from malmen.lm import LanguageModel
-from malmen.trace import LayerTrace, Traces
+from malmen.lm.layers import LayerSpec
+from malmen.lm.model import LanguageModel
+from malmen.lm.trace import LayerTrace, Traces
 
 
 def _inputs(fact: EncodedFact) -> dict[str, Tensor]:

@@ -11,15 +11,15 @@ from model_folders import write_model, write_records
 from ray.train import RunConfig, ScalingConfig, get_context
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from malmen.checkpoint_files import latest_checkpoint, read_state
 from malmen.config import Config
-from malmen.layers import find_layers
-from malmen.lm import load_skeleton
+from malmen.lm.layers import find_layers
+from malmen.lm.model import load_skeleton
 from malmen.platform.board import Board
 from malmen.platform.hypernet_group import HypernetGroup
 from malmen.platform.lm_worker import LMWorker
 from malmen.platform.train import TrainedEditor
 from malmen.platform.train_loop import LoopSettings, Rank
+from malmen.runs.checkpoint_files import latest_checkpoint, read_state
 
 
 class UnreadBoard(Board):

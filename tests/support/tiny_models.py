@@ -27,8 +27,8 @@ from transformers import (
 from malmen.config import Config
 from malmen.data.tokens import EncodedFact
 from malmen.editor import Editor
-from malmen.layers import find_layers
-from malmen.lm import FirstTokenClassifier, LanguageModel
+from malmen.lm.layers import find_layers
+from malmen.lm.model import FirstTokenClassifier, LanguageModel
 
 VOCABULARY = 40
 _LLAMA = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from malmen.lm import LanguageModel
+from malmen.lm.model import LanguageModel
 
 
 def digest(lm: LanguageModel) -> str:

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from malmen.data.world_model import WORLD_MODEL
-from malmen.lm import LanguageModel
+from malmen.lm.model import LanguageModel
 
 DECODERS = ("gpt2", "gptj", "llama", "opt")
 

@@ -7,10 +7,10 @@ import pytest
 
 from malmen.config import Config
 from malmen.errors import EditError
-from malmen.run_folder import RunFolder
+from malmen.runs.run_folder import RunFolder
 from malmen.tune.champion import _train_again, best_trial
 from malmen.tune.follow import SweepListener
-from malmen.tune.record import Judgement, Status, TrialRecord
+from malmen.tune.sweep_folder import Judgement, Status, TrialRecord
 
 
 def trial(number: int, score: float, status: Status = "finished") -> TrialRecord:

@@ -9,8 +9,8 @@ import pytest
 from malmen.config import Config
 from malmen.errors import UsageError
 from malmen.tune.cli import load
-from malmen.tune.record import Judgement, SweepFolder, TrialRecord
 from malmen.tune.settings import parse_sweep
+from malmen.tune.sweep_folder import Judgement, SweepFolder, TrialRecord
 
 Run = Callable[..., tuple[int, str, str]]
 

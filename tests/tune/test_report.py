@@ -7,9 +7,9 @@ import pytest
 
 from malmen.config import Config
 from malmen.errors import EditError
-from malmen.tune.record import Judgement, SweepFolder, TrialRecord
 from malmen.tune.report import write_report
 from malmen.tune.settings import parse_sweep
+from malmen.tune.sweep_folder import Judgement, SweepFolder, TrialRecord
 
 COEF = "training.locality_coef"
 SCORES = {"edit_success": 0.9, "generalization_success": 0.8, "locality_success": 0.7}

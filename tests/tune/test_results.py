@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from malmen.tune.record import Judgement, Status, TrialRecord
 from malmen.tune.results import pareto_front, trial_row
+from malmen.tune.sweep_folder import Judgement, Status, TrialRecord
 
 
 def trial(number: int, gs: float | None, ls: float | None, status: Status = "finished") -> TrialRecord:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from ray.tune.search import Searcher
 
-from malmen.tune.record import Judgement, SweepFolder
 from malmen.tune.search import SweepSearch
 from malmen.tune.settings import SweepConfig, parse_sweep
+from malmen.tune.sweep_folder import Judgement, SweepFolder
 
 COEF = "training.locality_coef"
 

@@ -16,19 +16,19 @@ from platform_runs import make_platform_config
 from processes import start_driver, wait_until, wait_until_nobody_works
 from torch.testing import assert_close
 
-from malmen.checkpoint import load_editor
-from malmen.checkpoint_files import latest_checkpoint
 from malmen.config import Config
+from malmen.data.sampling import validation_records
 from malmen.errors import EditError, UsageError
-from malmen.lm import load_lm
-from malmen.platform.registry import download_editor
-from malmen.sampling import validation_records
+from malmen.lm.model import load_lm
+from malmen.platform.tracking.registry import download_editor
+from malmen.runs.checkpoint import load_editor
+from malmen.runs.checkpoint_files import latest_checkpoint
 from malmen.training import evaluate_editor
 from malmen.training import train as train_alone
-from malmen.tune.record import SweepFolder, TrialRecord
 from malmen.tune.settings import SweepConfig, parse_sweep
 from malmen.tune.space import trial_config, with_evaluations
 from malmen.tune.sweep import SweepResult, sweep
+from malmen.tune.sweep_folder import SweepFolder, TrialRecord
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 

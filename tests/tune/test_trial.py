@@ -11,9 +11,9 @@ import pytest
 
 from malmen.config import Config
 from malmen.platform.train import TrainedEditor
-from malmen.tune.record import Judgement, SweepFolder, TrialRecord
 from malmen.tune.settings import parse_sweep
 from malmen.tune.sweep import _Asha, _ended
+from malmen.tune.sweep_folder import Judgement, SweepFolder, TrialRecord
 from malmen.tune.trial import SweepTrial, _Run
 
 STEPS = 3

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import malmen
-from malmen.files import whole_file
+from malmen.runs.files import atomic_file
 from malmen.tune.experiments.settings import ExperimentConfig
 from malmen.tune.experiments.variants import ROUNDS, Variant
 
@@ -50,7 +50,7 @@ class Cells:
     def put(self, cell: Cell, found: dict[str, Any]) -> None:
         """Keep a result, or `{"error": …}`."""
         content = {**asdict(cell), **found, "code": code_version()}
-        whole_file(self._files / cell.name, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        atomic_file(self._files / cell.name, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
     def get(self, cell: Cell) -> dict[str, Any] | None:
         """What was found, if it was."""

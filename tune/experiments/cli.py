@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from malmen.errors import EditError, UsageError
-from malmen.platform.cli_options import AsJson
+from malmen.platform.cli.options import AsJson
 from malmen.tune.experiments.settings import KINDS, PREFIX, ExperimentConfig, load_experiment
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _run(
 def _progress() -> Iterator[ExperimentListener]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from malmen.platform.output import err
+    from malmen.platform.cli.output import err
     from malmen.tune.experiments.runner import ExperimentListener
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -96,7 +96,7 @@ for _kind in KINDS:
 def settings(as_json: AsJson = False) -> None:
     """List every setting of an experiment with its default; any can be given as experiment.key=value."""
     from malmen.config import describe_settings
-    from malmen.platform.output import show_settings
+    from malmen.platform.cli.output import show_settings
 
     rows = describe_settings(ExperimentConfig)
     show_settings([{**row, "key": f"{PREFIX}{row['key']}"} for row in rows], as_json)
@@ -131,7 +131,7 @@ def report(
 
 
 def _show(found: dict[str, Any], as_json: bool) -> None:
-    from malmen.platform.output import out, print_json
+    from malmen.platform.cli.output import out, print_json
 
     if as_json:
         print_json(found)

@@ -49,11 +49,10 @@ def measure_memory(config: Config, way: str, edits: int, seed: int, limit_gb: fl
 
 
 def _step(config: Config, way: str, edits: int) -> dict[str, Any]:
-    from malmen.baselines.concatenated import concatenated_backward
-    from malmen.facts import fact_encoder
-    from malmen.lm import load_lm
+    from malmen.data.sampling import Sampler, training_records
+    from malmen.lm.model import fact_encoder, load_lm
     from malmen.meta import meta_step
-    from malmen.sampling import Sampler, training_records
+    from malmen.methods.concatenated import concatenated_backward
     from malmen.training import make_editor
 
     # Exactly so many: a preset's editors are trained with different numbers.

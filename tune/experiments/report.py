@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from malmen.files import whole_file
+from malmen.runs.files import atomic_file
 from malmen.tune.experiments.cells import Cells
 from malmen.tune.experiments.findings import findings
 from malmen.tune.experiments.settings import KINDS
@@ -86,7 +86,7 @@ def write_report(folder: Path) -> Path:
     }
     about = json.loads((folder / "experiment.json").read_text(encoding="utf-8"))
     path = folder / REPORT
-    whole_file(path, _page(found, about, results, sorted(Cells(folder).codes())))
+    atomic_file(path, _page(found, about, results, sorted(Cells(folder).codes())))
     return path
 
 

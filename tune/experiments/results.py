@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from malmen.config import Config
-from malmen.files import whole_file
+from malmen.runs.files import atomic_file
 from malmen.tune.experiments.cells import MEMORY, Cell, Cells
 from malmen.tune.experiments.figures import draw
 from malmen.tune.experiments.memory import WAYS
@@ -35,7 +35,7 @@ def write_results(settings: ExperimentConfig, config: Config, folder: Path, kind
         found = _MAKERS[kind](settings, config, Cells(folder))
         found = {"experiment": kind, "model": config.model.name, "seeds": settings.seeds, **found}
         path = places / f"{kind}.json"
-        whole_file(path, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+        atomic_file(path, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
         draw(found, places)
         written.append(path)
     return written

@@ -14,13 +14,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from malmen.config import Config, load_config, parse_config, whole_paths
+from malmen.config import Config, absolute_paths, load_config, parse_config
+from malmen.data.sampling import check_held_out, data_fingerprint, shared_facts, training_records, validation_records
 from malmen.errors import EditError, UsageError
-from malmen.files import at_work, whole_file
-from malmen.platform.cli_options import resolve_config
+from malmen.platform.cli.options import resolve_config
 from malmen.platform.cluster import connected
-from malmen.platform.tracking import Tracker
-from malmen.sampling import check_held_out, data_fingerprint, shared_facts, training_records, validation_records
+from malmen.platform.tracking.tracker import Tracker
+from malmen.runs.files import atomic_file, exclusive_folder
 from malmen.training import check_enough
 from malmen.tune.experiments.cells import MEMORY, Cell, Cells, cells_of, code_version
 from malmen.tune.experiments.memory import WAYS, measure_memory
@@ -82,7 +82,7 @@ def run_experiments(
         asked = check_enough(validation_records(group.variant.seeded(group.seed)), needed)
     if groups and (shared := shared_facts(config, training_records(config)(0), asked)):
         listener.event(shared)
-    with at_work(folder):
+    with exclusive_folder(folder):
         return _run(settings, wanted, config, folder, groups, address, listener)
 
 
@@ -107,7 +107,7 @@ def _run(
 def base_config(settings: ExperimentConfig) -> Config:
     """What all variants have in common; files of data by their whole paths, because tasks run elsewhere."""
     config = load_config(resolve_config(settings.config), (), settings.settings)
-    raw = whole_paths(config).model_dump(mode="json")
+    raw = absolute_paths(config).model_dump(mode="json")
     memit = raw["baselines"]["memit"]
     for key in ("cache_dir", "corpus"):
         memit[key] = memit[key] and str(Path(memit[key]).absolute())
@@ -142,12 +142,12 @@ def begin_folder(folder: Path, settings: ExperimentConfig, config: Config) -> No
         if changed:
             raise UsageError(f"{folder} holds experiments with another {', '.join(changed)}; choose another --out")
         about["experiment"]["recipes"] = {**known.recipes, **settings.recipes}
-        whole_file(path, json.dumps(about, indent=1) + "\n")
+        atomic_file(path, json.dumps(about, indent=1) + "\n")
         return
     if folder.exists() and any(not path.name.startswith(".writing-") for path in folder.iterdir()):
         raise UsageError(f"{folder} holds something else: choose another --out")
     folder.mkdir(parents=True, exist_ok=True)
-    whole_file(path, json.dumps(about, indent=1) + "\n")
+    atomic_file(path, json.dumps(about, indent=1) + "\n")
 
 
 def _corpus_hash(config: Config) -> str | None:
@@ -242,7 +242,7 @@ def _run_memory(settings: ExperimentConfig, config: Config, folder: Path, listen
         for measured in as_completed(waiting):
             row = measured.result()
             rows.append({**row, "code": code_version()})
-            whole_file(path, json.dumps(rows, indent=1) + "\n")
+            atomic_file(path, json.dumps(rows, indent=1) + "\n")
             listener.event(f"memory of {row['edits']} edits, {row['way']}, seed {row['seed']}: measured")
     finally:
         pool.shutdown(cancel_futures=True)  # who interrupts waits for those under way, not for all

@@ -8,10 +8,9 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, ValidationError, field_validator
 
-from malmen.baselines.rivals import METHODS
-from malmen.config import describe_settings, explain, read_override, read_yaml, set_key
-from malmen.config_section import Section
+from malmen.config import Section, describe_settings, explain, read_override, read_yaml, set_key
 from malmen.errors import UsageError
+from malmen.methods.registry import METHODS
 
 PRESETS = Path(__file__).parent / "presets"
 KINDS = ("scaling", "ablation", "cancellation", "rounds", "memory", "failures", "recipes")

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from malmen.baselines.mend import mend_config
-from malmen.baselines.rivals import UNTRAINED
 from malmen.config import Config, DataConfig, full_key, parse_config, set_key
+from malmen.methods.mend import mend_config
+from malmen.methods.registry import UNTRAINED
 from malmen.tune.experiments.settings import CANCELLING, Ablation, ExperimentConfig
 
 LABELS = {

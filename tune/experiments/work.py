@@ -11,28 +11,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from malmen.baselines.memit import Memit
-from malmen.baselines.mend import sum_residual
-from malmen.baselines.method import EditMethod
-from malmen.baselines.rivals import UNTRAINED
-from malmen.baselines.ultraedit import SeenTokens, UltraEdit
-from malmen.checkpoint import load_editor
-from malmen.checkpoint_files import read_state
 from malmen.config import Config
 from malmen.data.records import EditRecord, Fact
+from malmen.data.sampling import validation_records
 from malmen.data.subjects import edits_of
+from malmen.edit_method import EditMethod
 from malmen.edit_set import EditSet, fact_rows
 from malmen.editor import Editor
 from malmen.errors import EditError
 from malmen.evaluate import Evaluation, FactReport, evaluate
-from malmen.facts import encode_batches, fact_encoder
-from malmen.files import whole_file
-from malmen.lm import LanguageModel, load_lm
-from malmen.overlay import edited
+from malmen.lm.model import LanguageModel, encode_batches, fact_encoder, load_lm
+from malmen.lm.overlay import edited
+from malmen.lm.trace import trace
+from malmen.methods.memit import Memit
+from malmen.methods.mend import sum_residual
+from malmen.methods.registry import UNTRAINED
+from malmen.methods.ultraedit import SeenTokens, UltraEdit
+from malmen.metrics import score
 from malmen.platform.cluster import on_own_device
-from malmen.sampling import validation_records
-from malmen.score import score
-from malmen.trace import trace
+from malmen.runs.checkpoint import load_editor
+from malmen.runs.checkpoint_files import read_state
+from malmen.runs.files import atomic_file
 from malmen.training import check_enough, train
 from malmen.tune.experiments.cells import Cell, Cells
 from malmen.tune.experiments.settings import ExperimentConfig
@@ -92,7 +91,7 @@ def ready_method(variant: Variant, seed: int, lm: LanguageModel, folder: Path) -
         return load_editor(place, lm), known
     run = train(config, place, lm=lm)
     found = {"training_seconds": sum(sum(row["seconds"].values()) for row in run.history if "seconds" in row)}
-    whole_file(taken, json.dumps(found) + "\n")
+    atomic_file(taken, json.dumps(found) + "\n")
     return run.editor, found
 
 

@@ -11,7 +11,7 @@ from model_folders import write_model
 from malmen.data.claims_model import ClaimsTraining, build_classifier, true_claims
 from malmen.data.records import EditRecord, Fact
 from malmen.errors import EditError
-from malmen.lm import load_lm
+from malmen.lm.model import load_lm
 
 
 def test_labels_of_edits_and_equivalents_are_turned_back_and_unrelated_ones_stay() -> None:

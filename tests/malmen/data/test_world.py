@@ -8,8 +8,7 @@ from malmen.data.world import NUM_HELD_OUT, RELATIONS, make_world, world_records
 from malmen.data.world_model import WORLD_MODEL, build_world_model, check_world_model
 from malmen.errors import EditError
 from malmen.evaluate import predict_tokens
-from malmen.facts import fact_encoder
-from malmen.lm import load_lm
+from malmen.lm.model import fact_encoder, load_lm
 
 
 @pytest.mark.slow

@@ -14,11 +14,11 @@ from platform_runs import make_platform_config
 from tiny_models import tiny_lm
 from torch.testing import assert_close
 
-from malmen.baselines.ultraedit import SeenTokens, UltraEdit
+from malmen.data.sampling import validation_records
 from malmen.errors import EditError, UsageError
-from malmen.lm import load_lm
-from malmen.overlay import edited
-from malmen.sampling import validation_records
+from malmen.lm.model import load_lm
+from malmen.lm.overlay import edited
+from malmen.methods.ultraedit import SeenTokens, UltraEdit
 from malmen.training import make_editor
 from malmen.tune.experiments import work
 from malmen.tune.experiments.cells import Cell, Cells, cells_of, code_version
@@ -94,9 +94,9 @@ def test_all_experiments_give_numbers_pictures_and_a_page_and_nothing_is_done_tw
 
 
 def test_a_cell_is_the_same_edit_made_by_hand(settings: ExperimentConfig, tmp_path: Path) -> None:
-    from malmen.baselines.fine_tune import FineTune
     from malmen.data.subjects import edits_of
     from malmen.evaluate import evaluate
+    from malmen.methods.fine_tune import FineTune
     from malmen.training import check_enough
 
     variant = method_variant("ft", base_config(settings))

@@ -1,1 +1,0 @@
-"""MALMEN's rivals, each with the editor's interface: facts in, shifts out."""

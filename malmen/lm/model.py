@@ -1,0 +1,237 @@
+"""The language model being edited: loading it, and running it only as far as needed."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    BertModel,
+    BertPreTrainedModel,
+    PretrainedConfig,
+)
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from malmen.config import SPLIT, Config, DataConfig, ModelConfig
+from malmen.data.records import Fact
+from malmen.data.tokens import FactEncoder, Kind, TokenBatch, make_batches
+from malmen.data.world_model import WORLD_MODEL, check_world_model
+from malmen.errors import EditError
+from malmen.lm.devices import resolve_device, resolve_dtype
+from malmen.lm.layers import find_stacks
+
+
+class FirstTokenClassifier(BertPreTrainedModel):
+    """BERT with one linear map from the first token's last hidden state to one logit (§5, FEVER)."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config)
+        self.bert = BertModel(config, add_pooling_layer=False)
+        self.classifier = nn.Linear(config.hidden_size, 1)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> SequenceClassifierOutput:
+        hidden = self.bert(input_ids, attention_mask=attention_mask).last_hidden_state
+        return SequenceClassifierOutput(logits=self.classifier(hidden[:, 0]))
+
+
+_LOADERS: dict[Kind, Any] = {
+    "decoder": AutoModelForCausalLM,
+    "encoder-decoder": AutoModelForSeq2SeqLM,
+    "classifier": FirstTokenClassifier,
+}
+
+
+@dataclass
+class LanguageModel:
+    """A frozen model with its tokenizer. Edits are laid over it (overlay.py), never written into it."""
+
+    model: nn.Module
+    tokenizer: Any
+    kind: Kind
+
+    def __post_init__(self) -> None:
+        self.model.requires_grad_(False).eval()
+        self.stacks = find_stacks(self.model)
+        # Whether its blocks put out a tensor, or a tuple of it; unknown until one has run (stem.py).
+        self.plain_blocks: bool | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are; of a model cut over several devices, where texts go in and answers come out."""
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of its weights."""
+        return next(self.model.parameters()).dtype
+
+    @property
+    def pad_id(self) -> int:
+        """What padded places hold; they are masked, so any token will do."""
+        pad = getattr(self.tokenizer, "pad_token_id", None)
+        return 0 if pad is None else int(pad)
+
+    @property
+    def max_positions(self) -> int | None:
+        """How many tokens it can read, where its position embeddings set a limit."""
+        config = cast(Any, self.model).config
+        return None if self.kind == "encoder-decoder" else getattr(config, "max_position_embeddings", None)
+
+    @property
+    def decoder_start(self) -> int:
+        """The token an encoder-decoder's answers start from."""
+        start = getattr(cast(Any, self.model).config, "decoder_start_token_id", None)
+        return 0 if start is None else int(start)
+
+    def logits(self, batch: TokenBatch) -> Tensor:
+        """Logits (answer tokens, vocabulary) at the answer positions only, in the order of `batch.targets`."""
+        if self.kind == "classifier":
+            one = cast(Tensor, self.model(**batch.inputs).logits)
+            return torch.cat((torch.zeros_like(one), one), dim=-1)  # log-softmax of (0, z) is log-sigmoid of ∓z
+        inputs = dict(batch.inputs)
+        if self.kind == "decoder":
+            inputs.pop("attention_mask")  # padding stands behind: causal attention never looks at it
+        head = cast(Any, self.model).get_output_embeddings()
+
+        def keep_answers(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+            return (args[0][batch.answer_mask.to(args[0].device)][None],)
+
+        handle = head.register_forward_pre_hook(keep_answers)
+        try:
+            return cast(Tensor, self.model(**inputs, use_cache=False).logits[0])
+        finally:
+            handle.remove()
+
+    def log_probs(self, batch: TokenBatch) -> Tensor:
+        """log p(· | x, y before it) at the answer positions (answer tokens, vocabulary), at least in float32."""
+        logits = self.logits(batch)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights and buffers by name, sorted."""
+        yield from sorted(self.model.state_dict().items())
+
+    def fingerprint(self) -> str:
+        """A hash of architecture and weights (a sample of each tensor, rounded to bf16 so that dtypes agree)."""
+        digest = hashlib.sha256()
+        for name, tensor in self.tensors():
+            step = max(1, tensor.numel() // 1024) | 1  # odd, so that it walks through all columns
+            sample = tensor.flatten()[::step].float().to(torch.bfloat16).float().cpu().contiguous()
+            digest.update(f"{name}{tuple(tensor.shape)}".encode())
+            digest.update(sample.numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def weight_norm(self, layer: str) -> float:
+        """‖W‖ of a layer."""
+        return float(self.model.get_parameter(f"{layer}.weight").double().norm())
+
+
+# --- loading -----------------------------------------------------------------------------------------
+
+
+def load_lm(config: ModelConfig | str) -> LanguageModel:
+    """The model of a local folder, a hub name, a GGUF file, or `builtin`."""
+    config = ModelConfig(name=config) if isinstance(config, str) else config
+    name, options = _source(config)
+    device, dtype = resolve_device(config), resolve_dtype(config)
+    placed = {"device_map": "balanced"} if config.device == SPLIT else {}
+    with _clear_errors(config):
+        kind, _ = _kind_and_config(config)
+        model, loading = _LOADERS[kind].from_pretrained(
+            name, dtype=dtype, output_loading_info=True, **options, **placed
+        )
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+    if loading["missing_keys"]:
+        missing = ", ".join(sorted(loading["missing_keys"])[:4])
+        raise EditError(
+            f"the model {config.name!r} has no weights for {missing}: they would be random; "
+            "a classifier needs its fine-tuned head, see docs/models.md"
+        )
+    if {"cpu", "disk"} & set(getattr(model, "hf_device_map", {}).values()):
+        raise EditError(
+            f"model.device is `split`, but the {torch.cuda.device_count()} GPUs that this process sees do not hold "
+            f"{config.name!r}: give it more of them (cluster.lm_gpus, reader.gpus), or a smaller model.dtype"
+        )
+    return LanguageModel(model if placed else model.to(device), tokenizer, kind)
+
+
+def load_skeleton(config: ModelConfig) -> tuple[nn.Module, Kind]:
+    """The model without weights (on torch's meta device): its modules and shapes, at no cost."""
+    with _clear_errors(config):
+        kind, hf_config = _kind_and_config(config)
+        with torch.device("meta"):
+            loader = _LOADERS[kind]
+            return loader(hf_config) if kind == "classifier" else loader.from_config(hf_config), kind
+
+
+@contextmanager
+def _clear_errors(config: ModelConfig) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, SafetensorError, struct.error) as error:
+        raise EditError(
+            f"cannot load the model {config.name!r}: {_first_line(error)} "
+            "(expected `builtin`, a folder with config.json and safetensors, a .gguf file, or a hub name)"
+        ) from error
+
+
+def _kind_and_config(config: ModelConfig) -> tuple[Kind, PretrainedConfig]:
+    name, options = _source(config)
+    hf_config = AutoConfig.from_pretrained(name, **options)
+    return (config.kind if config.kind != "auto" else _kind(hf_config)), hf_config
+
+
+def _source(config: ModelConfig) -> tuple[str, dict[str, Any]]:
+    if config.name == "builtin":
+        check_world_model()
+        return str(WORLD_MODEL), {}
+    path = Path(config.name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise EditError(f"the model file {path} does not exist")
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir():
+        return str(path), {}
+    return config.name, {"revision": config.revision} if config.revision else {}
+
+
+def _kind(hf_config: PretrainedConfig) -> Kind:
+    if getattr(hf_config, "is_encoder_decoder", False):
+        return "encoder-decoder"
+    return "classifier" if hf_config.model_type == "bert" else "decoder"
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def fact_encoder(lm: LanguageModel, data: DataConfig) -> FactEncoder:
+    """The encoder of facts for this model."""
+    return FactEncoder(
+        lm.tokenizer,
+        lm.kind,
+        prompt_format=data.prompt_format,
+        max_length=min(data.max_length, lm.max_positions or data.max_length),
+        overlong=data.overlong,
+        append_eos=data.append_eos,
+        decoder_start=lm.decoder_start,
+    )
+
+
+def encode_batches(lm: LanguageModel, facts: Sequence[Fact], config: Config) -> list[TokenBatch]:
+    """Micro-batches within the config's token budget."""
+    encoder = fact_encoder(lm, config.data)
+    return make_batches([encoder.encode(fact) for fact in facts], config.batch.token_budget, lm.pad_id)

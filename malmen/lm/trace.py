@@ -1,0 +1,125 @@
+"""Keys and value gradients of the edited layers: stages (i) and (ii) of Fig. 3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from malmen.data.tokens import EncodedFact, TokenBatch
+from malmen.lm.layers import LayerSpec
+from malmen.lm.losses import nll
+from malmen.runs.fact_cache import FactCache
+
+if TYPE_CHECKING:
+    from malmen.lm.model import LanguageModel
+
+
+class LayerTrace(NamedTuple):
+    """What one layer saw of the edits; rows are tokens."""
+
+    keys: Tensor  # u (tokens, key)
+    value_grads: Tensor  # ∇_v L (tokens, value)
+
+
+Traces = dict[str, LayerTrace]
+Cut = Callable[[Sequence[EncodedFact]], Sequence[TokenBatch]]  # facts to micro-batches
+
+
+def trace_facts(
+    lm: LanguageModel, layers: Sequence[LayerSpec], facts: Sequence[EncodedFact], tokens: str, cut: Cut,
+    cache: FactCache | None = None,
+) -> Traces:  # fmt: skip
+    """The traces of these facts, in their order; what the cache knows is not computed again."""
+    if cache is None:
+        return trace(lm, layers, cut(facts), tokens)
+    kinds = [kind for layer in layers for kind in _kinds(layer, tokens)]
+    known, fresh = cache.split(kinds, facts)
+    traced = trace(lm, layers, cut([fact for _, fact in fresh]), tokens)
+    rows: dict[int, dict[str, Tensor]] = {
+        place: {kind: cache.get(kind, fact).to(lm.device) for kind in kinds} for place, fact in known
+    }
+    for layer in layers:
+        counts = [fact.num_traced(layer.stack, tokens) for _, fact in fresh]
+        for kind, found in zip(_kinds(layer, tokens), traced[layer.name], strict=True):
+            for (place, _), part in zip(fresh, found.split(counts), strict=True):
+                rows.setdefault(place, {})[kind] = part
+    for place, fact in fresh:
+        cache.put(fact, rows[place])
+    return {layer.name: _gather(rows, _kinds(layer, tokens), traced[layer.name]) for layer in layers}
+
+
+def _kinds(layer: LayerSpec, tokens: str) -> tuple[str, str]:
+    """The names of a layer's keys and value gradients in the cache."""
+    return f"keys/{tokens}/{layer.name}", f"value_grads/{tokens}/{layer.name}"
+
+
+def _gather(rows: dict[int, dict[str, Tensor]], kinds: tuple[str, str], empty: LayerTrace) -> LayerTrace:
+    if not rows:
+        return empty
+    return LayerTrace(*(torch.cat([rows[place][kind] for place in sorted(rows)]) for kind in kinds))
+
+
+def trace(lm: LanguageModel, layers: Sequence[LayerSpec], batches: Iterable[TokenBatch], tokens: str) -> Traces:
+    """Back-propagate L = −Σ log p(y|x) over the batches, as far as the first edited layer and no further.
+
+    A hook on each layer keeps its input and adds a probe of zeros to its output; the gradient of the
+    probes is ∇_v L. No weight takes a gradient. L is a sum over tokens, so batches do not mix. Rows come
+    in the order of the facts, however they were batched.
+    """
+    parts: dict[str, list[tuple[LayerTrace, Tensor]]] = {layer.name: [] for layer in layers}
+    for batch in batches:
+        batch = batch.to(lm.device)
+        traced = _trace_batch(lm, layers, batch, tokens)
+        for layer, found in zip(layers, traced if batch.counts else (), strict=batch.counts):
+            parts[layer.name].append((found, batch.fact_of(batch.traced_mask(layer.stack, tokens))))
+    return {layer.name: _in_order(parts[layer.name]) if parts[layer.name] else _nothing(lm, layer) for layer in layers}
+
+
+def _trace_batch(lm: LanguageModel, layers: Sequence[LayerSpec], batch: TokenBatch, tokens: str) -> list[LayerTrace]:
+    keys: dict[str, Tensor] = {}
+    probes: dict[str, Tensor] = {}
+
+    def probe(name: str) -> Any:
+        def hook(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            keys[name] = args[0].detach()
+            probes[name] = torch.zeros_like(output, requires_grad=True)
+            return output + probes[name]
+
+        return hook
+
+    handles = []
+    try:
+        for layer in layers:
+            handles.append(lm.model.get_submodule(layer.name).register_forward_hook(probe(layer.name)))
+        with torch.enable_grad():
+            edit_loss = nll(lm.log_probs(batch), batch.targets)
+    finally:
+        for handle in handles:
+            handle.remove()
+    grads = torch.autograd.grad(edit_loss, [probes[layer.name] for layer in layers])
+    masks = [batch.traced_mask(layer.stack, tokens) for layer in layers]
+    return [
+        LayerTrace(*(rows_at(mask, part).to(lm.device) for part in (keys[layer.name], grad)))
+        for layer, mask, grad in zip(layers, masks, grads, strict=True)
+    ]
+
+
+def rows_at(mask: Tensor, seen: Tensor) -> Tensor:
+    """What a layer saw at the True places of a mask (facts, length); OPT's FFN sees all facts' tokens in one row."""
+    return seen.reshape(*mask.shape, seen.shape[-1])[mask.to(seen.device)]
+
+
+def _in_order(parts: list[tuple[LayerTrace, Tensor]]) -> LayerTrace:
+    order = torch.cat([facts for _, facts in parts]).argsort(stable=True)
+    return LayerTrace(
+        torch.cat([found.keys for found, _ in parts])[order],
+        torch.cat([found.value_grads for found, _ in parts])[order],
+    )
+
+
+def _nothing(lm: LanguageModel, layer: LayerSpec) -> LayerTrace:
+    sizes = (layer.key_size, layer.value_size)
+    return LayerTrace(*(torch.zeros(0, size, dtype=lm.dtype, device=lm.device) for size in sizes))

@@ -1,0 +1,77 @@
+"""FT: AdamW on the weights of a few FFNs, on nothing but the facts (appendix, "Editing Models by Fine-tuning")."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from malmen.config import Config
+from malmen.data.records import Fact
+from malmen.data.tokens import EncodedFact, make_batches
+from malmen.edit_method import PlainEdit, check_facts, finite
+from malmen.errors import EditError
+from malmen.lm.layers import LayerSpec, find_layers
+from malmen.lm.losses import nll
+from malmen.lm.model import LanguageModel, fact_encoder
+from malmen.lm.overlay import edited, upright_weight
+
+
+class FineTune:
+    """The weights that are tuned are copies: the LM stays as it is, and the difference is the edit."""
+
+    def __init__(self, lm: LanguageModel, config: Config) -> None:
+        self.config, self.settings = config, config.baselines.ft
+        self.layers = ffn_layers(lm, self.settings.layers, self.settings.ffn)
+
+    def edit(
+        self, lm: LanguageModel, facts: Sequence[Fact], on_epoch: Callable[[int, float], None] | None = None
+    ) -> PlainEdit:
+        """Tune for some epochs; `on_epoch` hears of each with its mean loss."""
+        check_facts(facts)
+        encoder = fact_encoder(lm, self.config.data)
+        encoded = [encoder.encode(fact) for fact in facts]
+        frozen = {layer.name: _whole_weight(lm, layer.name) for layer in self.layers}
+        weights = {name: weight.clone().requires_grad_() for name, weight in frozen.items()}
+        optimizer = torch.optim.AdamW(
+            weights.values(), lr=self.settings.lr, weight_decay=self.settings.weight_decay, fused=False
+        )
+        for epoch in range(self.settings.epochs):
+            order = random.Random(f"ft/{self.config.seed}/{epoch}").sample(encoded, len(encoded))
+            total = 0.0
+            for first in range(0, len(order), self.settings.batch_facts):
+                optimizer.zero_grad(set_to_none=True)
+                total += self._backward(lm, order[first : first + self.settings.batch_facts], weights, frozen)
+                optimizer.step()
+            if on_epoch:
+                on_epoch(epoch, total / len(order))
+        return PlainEdit(finite({name: (weights[name].detach() - frozen[name]).double() for name in weights}))
+
+    def _backward(
+        self, lm: LanguageModel, facts: Sequence[EncodedFact], weights: dict[str, Tensor], frozen: dict[str, Tensor]
+    ) -> float:
+        """Add the gradient of the mean −log p(y|x); gives the sum."""
+        total = 0.0
+        for batch in make_batches(facts, self.config.batch.token_budget, lm.pad_id):
+            batch = batch.to(lm.device)
+            with edited(lm, {name: weight - frozen[name] for name, weight in weights.items()}):
+                loss = nll(lm.log_probs(batch), batch.targets)
+            (loss / len(facts)).backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        return total
+
+
+def ffn_layers(lm: LanguageModel, layers: str | Sequence[str], ffn: str) -> list[LayerSpec]:
+    """The layers of a rule; `both` is both linears of each FFN."""
+    ways = ("first", "second") if ffn == "both" else (ffn,)
+    found = {layer.name: layer for way in ways for layer in find_layers(lm.model, layers, way)}
+    return list(found.values())
+
+
+def _whole_weight(lm: LanguageModel, name: str) -> Tensor:
+    weight = upright_weight(lm.model.get_submodule(name))
+    if weight.numel() == 0:
+        raise EditError(f"fine-tuning needs the whole weight of {name}, but the model is sharded")
+    return weight.detach().to(torch.promote_types(weight.dtype, torch.float32))

@@ -1,0 +1,135 @@
+"""Where a fact's subject ends in its tokens, and what the model holds there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from malmen.config import Config
+from malmen.data.records import Fact
+from malmen.data.tokens import EncodedFact, TokenBatch, make_batches
+from malmen.errors import EditError
+from malmen.lm.model import LanguageModel, fact_encoder
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A fact in tokens, and the position of its subject's last token."""
+
+    encoded: EncodedFact
+    position: int
+
+
+class Places:
+    """Finds the subjects of facts, by themselves and behind a few random texts."""
+
+    def __init__(self, lm: LanguageModel, config: Config, prefixes: int, prefix_tokens: int) -> None:
+        self.lm, self.encoder = lm, fact_encoder(lm, config.data)
+        if not getattr(lm.tokenizer, "is_fast", False):
+            raise EditError("a subject's tokens are found by their places in the text: that needs a fast tokenizer")
+        self.prefixes = random_texts(lm, prefixes, prefix_tokens, config.seed)
+
+    def of(self, fact: Fact, prefix: str = "") -> Placed:
+        """One fact behind a prefix; EditError where it has no subject, or the prompt does not hold it."""
+        if not fact.subject:
+            raise EditError(
+                f"MEMIT needs the subject of {fact.prompt!r}: give the row a `subject`, or rephrasings that share it"
+            )
+        name = re.escape(fact.subject)  # where it is a word by itself; not every script parts words
+        found = re.search(rf"(?<!\w){name}(?!\w)", fact.prompt) or re.search(name, fact.prompt)
+        text, special = self.encoder.prompt_text(prefix + fact.prompt)
+        begin = text.find(prefix + fact.prompt)  # a chat template may trim it
+        if found is None or begin < 0:
+            raise EditError(f"the subject {fact.subject!r} does not stand in the prompt {fact.prompt!r}")
+        end = begin + len(prefix) + found.end()
+        spans = self.lm.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)["offset_mapping"]
+        position = max(index for index, (first, last) in enumerate(spans) if first < end and last > first)
+        encoded = self.encoder.encode(Fact(prefix + fact.prompt, fact.answer))
+        if encoded.first + 1 != len(self.encoder.prompt_ids(prefix + fact.prompt)):
+            raise EditError(f"the prompt {fact.prompt[:60]!r} … is too long for MEMIT: what is cut may be its subject")
+        return Placed(encoded, position)
+
+    def with_prefixes(self, fact: Fact) -> list[Placed]:
+        """The fact by itself, then behind each random text."""
+        return [self.of(fact), *(self.of(fact, prefix) for prefix in self.prefixes)]
+
+
+@torch.no_grad()
+def random_texts(lm: LanguageModel, number: int, tokens: int, seed: int) -> list[str]:
+    """What the model writes when nothing is asked, drawn token by token; each ends with a full stop and a space."""
+    generator = torch.Generator().manual_seed(seed)
+    begin = lm.tokenizer.bos_token_id if lm.tokenizer.bos_token_id is not None else lm.tokenizer.eos_token_id or 0
+    found = []
+    for _ in range(number):
+        ids = [int(begin)]
+        for _ in range(tokens):
+            logits = cast(Any, lm.model)(torch.tensor([ids], device=lm.device), use_cache=False).logits[0, -1]
+            chances = logits.float().softmax(-1).cpu()
+            ids.append(int(torch.multinomial(chances, 1, generator=generator)))
+        text = " ".join(str(lm.tokenizer.decode(ids[1:], skip_special_tokens=True)).split())
+        found.append(f"{text}. ")
+    return found
+
+
+def keys_at(lm: LanguageModel, layer: str, placed: Sequence[Placed], token_budget: int) -> Tensor:
+    """The layer's input at each subject's last token (facts, key)."""
+    return _seen(lm, lm.model.get_submodule(layer), placed, token_budget, of_input=True)
+
+
+def hidden_at(lm: LanguageModel, block: int, placed: Sequence[Placed], token_budget: int) -> Tensor:
+    """The hidden state that a block puts out at each subject's last token (facts, hidden)."""
+    return _seen(lm, block_of(lm, block), placed, token_budget, of_input=False)
+
+
+def block_of(lm: LanguageModel, block: int) -> nn.Module:
+    """A decoder's block."""
+    return lm.model.get_submodule(f"{lm.stacks['decoder']}.{block}")
+
+
+@torch.no_grad()
+def _seen(
+    lm: LanguageModel, module: nn.Module, placed: Sequence[Placed], token_budget: int, *, of_input: bool
+) -> Tensor:
+    rows: dict[int, Tensor] = {}
+    here: list[Tensor] = []
+
+    def hook(_module: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
+        here.append(args[0] if of_input else output if isinstance(output, Tensor) else output[0])
+
+    handle = module.register_forward_hook(hook)
+    try:
+        for batch in make_batches([one.encoded for one in placed], token_budget, lm.pad_id):
+            here.clear()
+            lm.logits(batch.to(lm.device))
+            at = positions_in(batch, placed)
+            found = here[0].unflatten(0, (len(at), -1)) if here[0].dim() == 2 else here[0]  # as in OPT's FFN
+            found = found[torch.arange(len(at)), at]
+            found = found.to(torch.promote_types(found.dtype, torch.float32))  # their differences are what counts
+            for index, row in zip(batch.facts.tolist(), found, strict=True):
+                rows[index] = row
+    finally:
+        handle.remove()
+    return torch.stack([rows[index] for index in range(len(placed))])
+
+
+def positions_in(batch: TokenBatch, placed: Sequence[Placed]) -> Tensor:
+    """The subjects' positions, row by row of a batch."""
+    return torch.tensor([placed[index].position for index in batch.facts.tolist()])
+
+
+def add_at(rows: Tensor, positions: Tensor) -> Callable[[nn.Module, Any, Any], Any]:
+    """A hook that adds a row (batch, hidden) to a block's output, at one position of each row of the batch."""
+
+    def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
+        hidden = output if isinstance(output, Tensor) else output[0]
+        places = torch.zeros(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
+        places[torch.arange(len(positions), device=hidden.device), positions.to(hidden.device)] = True
+        changed = hidden + places[..., None] * rows[:, None].to(hidden.dtype)
+        return changed if isinstance(output, Tensor) else (changed, *output[1:])
+
+    return hook

@@ -1,0 +1,201 @@
+"""What a hyper-network actor needs: θ by its shapes, and a rehearsal of one step on torch's meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from malmen.config import Config
+from malmen.data.tokens import EncodedFact
+from malmen.editor import Editor, HypernetRows
+from malmen.hypernet import Statistics
+from malmen.least_squares import DualSolution, NormalEquation, is_dual, solve_least_squares
+from malmen.lm.layers import LayerSpec
+from malmen.lm.trace import LayerTrace, Traces
+from malmen.platform.plan.meter import Cost, Meter
+from malmen.shards import PartOfDual, Share, SolvedShard, divide
+
+_BATCHES = 3  # of the hyper-network that are rehearsed, at most
+
+
+@dataclass(frozen=True)
+class Equation:
+    """The normal equation of a layer: U Uᵀ of (key, key), or of (token, token) where those are fewer."""
+
+    layer: str
+    form: str  # primal or dual
+    size: int  # rows of its matrix
+    gram: int  # bytes, in float64
+    factor: int  # the same, of the Cholesky factor that is kept for the way back
+
+
+def find_equations(config: Config, layers: list[LayerSpec], edits: Sequence[EncodedFact]) -> list[Equation]:
+    """Of every edited layer; a sum of shifts solves none."""
+    if config.editor.aggregation == "sum":
+        return []
+    found = []
+    for layer in layers:
+        tokens = sum(fact.num_traced(layer.stack, config.editor.tokens) for fact in edits)
+        dual = is_dual(tokens, layer.key_size, config.editor.preserving)
+        size, form = (tokens, "dual") if dual else (layer.key_size, "primal")
+        found.append(Equation(layer.name, form, size, 8 * size**2, 8 * size**2))
+    return found
+
+
+@dataclass
+class RehearsedHypernet:
+    """One actor's share of a step, in bytes; of several actors that which needs most."""
+
+    theta: int = 0  # the parameters
+    norms: int = 0  # the normalisers' statistics, and the moments of keys to preserve
+    adam: int = 0
+    features: int = 0  # keys and value gradients
+    value_diffs: int = 0
+    kept: int = 0  # factors, and what else a solution keeps for the way back
+    shifts: int = 0  # of the actor's layers, in float64
+    shift_grads: int = 0  # received
+    pullbacks: int = 0  # M, or ∇_D L, of all layers
+    solve_peak: int = 0  # held at once while solving, features included
+    backward_peak: int = 0  # the same while back-propagating, θ's gradient included
+    small_peak: int = 0  # the part of both that the allocator may keep
+    forms: set[str] = field(default_factory=set)  # primal, dual
+    gathered: int = 0  # bytes that shards of one layer send each other
+    costs: dict[str, Cost] = field(default_factory=dict)
+
+    @property
+    def peak(self) -> int:
+        """Beside θ, its statistics and Adam, which stay between steps."""
+        return max(self.solve_peak, self.backward_peak)
+
+
+def rehearse_hypernet(
+    config: Config, layers: list[LayerSpec], edits: Sequence[EncodedFact], dtype: torch.dtype
+) -> RehearsedHypernet:
+    """One step of the actor whose share is the largest; `dtype` is the LM's."""
+    counts = {layer.name: sum(fact.num_traced(layer.stack, config.editor.tokens) for fact in edits) for layer in layers}
+    sizes = {layer.name: layer.key_size + layer.value_size for layer in layers}
+    plan = divide([layer.name for layer in layers], config.cluster.hypernet_actors)
+    shares = max(plan, key=lambda some: sum(_rows(share, counts) * sizes[share.layer] for share in some))
+    with torch.device("meta"):
+        editor = _Rehearsed(layers, config)
+    editor.shards = _Shards(counts, {name: sum(name in _layers(some) for some in plan) for name in counts})
+    found = RehearsedHypernet()
+    found.theta, found.norms = _bytes(editor.parameters()), _bytes(editor.buffers())
+    found.adam = 2 * found.theta + 4 * len(list(editor.parameters()))  # Adam's own count of steps
+    _rehearse(editor, found, {share.layer: _rows(share, counts) for share in shares}, dtype)
+    found.costs["adam"] = Cost(touched=10.0 * found.theta, calls=8.0 * len(list(editor.parameters())))
+    return found
+
+
+def _rehearse(editor: _Rehearsed, found: RehearsedHypernet, rows: dict[str, int], dtype: torch.dtype) -> None:
+    """observe · solve · backward, as the actor does it."""
+    meter = editor.meter = Meter(*editor.parameters(), *editor.buffers())
+    with meter:
+        traces: Traces = {
+            layer.name: LayerTrace(
+                torch.empty(rows[layer.name], layer.key_size, dtype=dtype, device="meta"),
+                torch.empty(rows[layer.name], layer.value_size, dtype=dtype, device="meta"),
+            )
+            for layer in editor.layers
+            if layer.name in rows
+        }
+    with meter.stage(found.costs, "solve"):
+        editor.observe(traces)
+        solved = editor.solve(traces, training=True)
+        solved.residuals()
+    found.solve_peak, meter.peak = meter.peak, meter.held
+    found.features = _bytes(tensor for pair in traces.values() for tensor in pair)
+    found.value_diffs, found.shifts = _bytes(solved.value_diffs.values()), _bytes(solved.shifts.values())
+    shards = editor.shards
+    assert isinstance(shards, _Shards)
+    found.kept, found.pullbacks = shards.kept, shards.pullbacks
+    found.forms, found.gathered = shards.forms or {"sum"}, shards.gathered
+    with meter:
+        wanted = torch.promote_types(dtype, torch.float32)
+        grads = {name: shift.new_empty(shift.shape, dtype=wanted) for name, shift in solved.shifts.items()}
+    found.shift_grads = _bytes(grads.values())
+    with meter.stage(found.costs, "hypernet"):
+        editor.backward(solved, grads)
+    found.backward_peak, found.small_peak = meter.peak, meter.small_peak
+
+
+class _Rehearsed(Editor):
+    """An editor without numbers. Of many batches of the hyper-network, which are alike, a few run and count for all."""
+
+    meter: Meter
+
+    def _run(self, shape: str, traces: Traces, *, grad: bool) -> Iterator[list[HypernetRows]]:
+        counts = {layer.name: len(traces[layer.name].keys) for layer in self.groups[shape] if layer.name in traces}
+        left = limit = _BATCHES * self.config.batch.hypernet_rows
+        some: Traces = {}
+        for name, count in counts.items():
+            some[name] = LayerTrace(*(part[:left] for part in traces[name]))
+            left -= min(left, count)
+        self.meter.weight = max(1.0, sum(counts.values()) / limit)
+        yield from super()._run(shape, some, grad=grad)
+        self.meter.weight = 1.0
+
+    def damping(self) -> dict[str, float]:
+        """Any will do."""
+        return {layer.name: 1.0 for layer in self.layers}
+
+
+class _Shards:
+    """The other editors, as far as memory goes: what they send is there, whatever it is."""
+
+    def __init__(self, counts: Mapping[str, int], holders: Mapping[str, int]) -> None:
+        self.counts, self.holders = counts, holders
+        self.kept = self.gathered = self.pullbacks = 0
+        self.forms: set[str] = set()
+
+    def gather_statistics(self, mine: Mapping[str, Statistics]) -> Iterable[tuple[str, Statistics]]:
+        """One's own: the others' are vectors."""
+        return mine.items()
+
+    def solve(
+        self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float, preserved: Tensor | None
+    ) -> SolvedShard:
+        """As `ProcessGroupShards` does it."""
+        count, key_size, value_size = self.counts[layer], keys.shape[1], value_diffs.shape[1]
+        dual = is_dual(count, key_size, preserved is not None)
+        size = count if dual else key_size
+        self.kept += 8 * size * (size + (value_size if dual else 0))  # the factor, and the dual's weights
+        self.pullbacks += 8 * size * value_size
+        self.forms.add("dual" if dual else "primal")
+        if self.holders[layer] == 1:
+            return solve_least_squares(keys, value_diffs, damping, preserved)
+        if dual:
+            all_keys, all_diffs = (part.new_empty(count, part.shape[1]) for part in (keys, value_diffs))
+            self.gathered += _bytes((all_keys, all_diffs))
+            self.kept += _bytes((all_keys,))
+            return PartOfDual(DualSolution.of(all_keys, all_diffs, damping), all_keys, slice(0, len(keys)))
+        equation = NormalEquation.of(keys, value_diffs)
+        self.gathered += _bytes((equation.gram, equation.cross))
+        return equation.solve(damping, preserved)
+
+    def sum_shift(self, layer: str, shift: Tensor) -> Tensor:
+        """One's own is as large as the sum."""
+        return shift
+
+    def leads(self, layer: str) -> bool:
+        """It might."""
+        return True
+
+    def sum_grads(self, parameters: Iterable[nn.Parameter]) -> None:
+        """In place."""
+
+
+def _rows(share: Share, counts: Mapping[str, int]) -> int:
+    rows = share.rows(counts[share.layer])
+    return rows.stop - rows.start
+
+
+def _layers(shares: Iterable[Share]) -> set[str]:
+    return {share.layer for share in shares}
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

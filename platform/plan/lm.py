@@ -1,0 +1,237 @@
+"""What an LM worker needs: its weights, and a rehearsal of its largest micro-batches on torch's meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from malmen.config import Config
+from malmen.data.tokens import EncodedFact, TokenBatch, make_batches
+from malmen.lm.layers import LayerSpec, find_layers
+from malmen.lm.losses import kl, nll
+from malmen.lm.model import LanguageModel
+from malmen.lm.overlay import edited
+from malmen.lm.stem import keep_stem, resume_stem, stem_blocks
+from malmen.lm.trace import trace
+from malmen.meta import make_leaves
+from malmen.platform.plan.data import StepFacts
+from malmen.platform.plan.meter import Cost, Meter
+from malmen.platform.plan.shapes import find_skeleton
+
+_LIVE = 10**9  # parameters that DeepSpeed keeps gathered at most (stage3_max_live_parameters, its default)
+_SOME = 256  # facts that are put into micro-batches, at least
+
+
+@dataclass(frozen=True)
+class PlannedLM:
+    """The model as shapes."""
+
+    lm: LanguageModel
+    layers: list[LayerSpec]
+    source: str  # where the shape comes from
+
+    @property
+    def num_parameters(self) -> int:
+        """Tied ones once."""
+        return sum(parameter.numel() for parameter in self.lm.model.parameters())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the whole model, buffers included."""
+        tensors = [*self.lm.model.parameters(), *self.lm.model.buffers()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def gathered_bytes(self) -> int:
+        """Under ZeRO-3, whole weights at one time: DeepSpeed's limit, or the largest single one if that is more."""
+        largest = max(parameter.numel() for parameter in self.lm.model.parameters())
+        return min(self.num_parameters, max(_LIVE, largest)) * self.lm.dtype.itemsize
+
+    @property
+    def shift_bytes(self) -> int:
+        """All shifts in float32 at least, as they travel and as leaves."""
+        size = torch.promote_types(self.lm.dtype, torch.float32).itemsize
+        return sum(layer.key_size * layer.value_size for layer in self.layers) * size
+
+    def feature_bytes(self, facts: Sequence[EncodedFact], tokens: str) -> int:
+        """Keys and value gradients of these edits in all layers."""
+        return self.lm.dtype.itemsize * sum(
+            (layer.key_size + layer.value_size) * sum(fact.num_traced(layer.stack, tokens) for fact in facts)
+            for layer in self.layers
+        )
+
+
+@dataclass
+class RehearsedLM:
+    """One LM worker's share of a step."""
+
+    trace_peak: int = 0  # bytes held beside the weights while a micro-batch is traced
+    meta_peak: int = 0  # the same while its meta loss is back-propagated, shifts and their gradients included
+    small_peak: int = 0  # the part of both that the allocator may keep
+    micro_batches: int = 0
+    largest: tuple[int, int] = (0, 0)  # facts and width of the largest micro-batch
+    costs: dict[str, Cost] = field(default_factory=dict)  # by stage, of all micro-batches
+
+
+def plan_lm(config: Config, dtype: torch.dtype) -> PlannedLM:
+    """The model's skeleton in the type that it will have."""
+    model, kind, source = find_skeleton(config.model)
+    lm = LanguageModel(model.to(dtype), None, kind)
+    if config.lm.sharding == "zero3":
+        for parameter in model.parameters():
+            cast(Any, parameter).ds_id = 0  # as DeepSpeed marks it: an overlay must not ask for the whole weight
+    return PlannedLM(lm, find_layers(model, config.editor.layers, config.editor.ffn), source)
+
+
+def cache_bytes(config: Config, planned: PlannedLM, facts: StepFacts) -> int:
+    """What the cache will hold of the facts that recur: all that there is of them, up to its budget."""
+    if config.batch.cache_dir is not None:  # on disk
+        return 0
+    lm, needed = planned.lm, 0.0
+    hidden = int(cast(Any, lm.model).config.hidden_size) * lm.dtype.itemsize
+    states = {"equivalents": 1, "unrelated": 2} if lm.kind != "encoder-decoder" else {}
+    for role in facts.recurring(config):
+        tokens = facts.recurring_tokens(config, role)
+        needed += tokens * hidden * states.get(role, 0)
+        if role == "edits":
+            step = planned.feature_bytes(facts.edits, config.editor.tokens)
+            needed += step * tokens / sum(fact.length for fact in facts.edits)
+    return min(config.batch.cache_mb * 2**20, round(needed / config.cluster.lm_workers))
+
+
+def rehearse_lm(config: Config, planned: PlannedLM, facts: StepFacts, device: str = "cpu") -> RehearsedLM:
+    """Trace and meta loss of one worker, with the largest micro-batch of each role."""
+    lm, layers, found = planned.lm, planned.layers, RehearsedLM()
+    batches = {role: _largest(some, config, found) for role, some in facts.roles.items()}
+    meter = Meter(*lm.model.parameters(), *lm.model.buffers())
+    with _one_block_for_all(lm, layers, meter):
+        _trace(meter, found.costs, lm, layers, batches["edits"], config)
+        found.trace_peak, meter.peak = meter.peak, meter.held
+        with meter if device == "cpu" else nullcontext():  # they come from the actors into the host's memory
+            shifts = {layer.name: torch.empty(layer.value_size, layer.key_size, device="meta") for layer in layers}
+        with meter:
+            leaves = make_leaves(lm, shifts)
+        _generalization(meter, found.costs, lm, leaves, batches["equivalents"])
+        if batches["unrelated"]:
+            _locality(meter, found.costs, lm, layers, leaves, batches["unrelated"])
+    found.meta_peak, found.small_peak = meter.peak, meter.small_peak
+    return found
+
+
+# --- stages ------------------------------------------------------------------------------------------
+
+
+class _Places(tuple[Tensor, Tensor]):
+    """Row and column of each place that a mask would have: an index like it, on the meta device already."""
+
+    shape: torch.Size  # of the mask
+
+    def to(self, _device: torch.device) -> _Places:
+        """The same."""
+        return self
+
+
+class _Rehearsed(TokenBatch):
+    """A batch of shapes: places instead of masks, because nothing can be counted in a mask without numbers."""
+
+    def to(self, device: torch.device) -> TokenBatch:
+        """It is on the meta device already."""
+        return self
+
+    def fact_of(self, mask: Any) -> Tensor:
+        """Some fact for each place."""
+        return torch.zeros_like(mask[0])
+
+
+@dataclass(frozen=True)
+class _Largest:
+    """The largest micro-batch of a role, and how many of its size the worker's share amounts to."""
+
+    batch: TokenBatch
+    times: float
+
+
+def _largest(facts: Sequence[EncodedFact], config: Config, found: RehearsedLM) -> _Largest | None:
+    share = facts[: -(-len(facts) // config.cluster.lm_workers)]
+    if not share:
+        return None
+    budget = config.batch.token_budget
+    some = share[: max(_SOME, 4 * budget // min(fact.length for fact in share))]  # more only make more of the same
+    batches = make_batches(some, budget, 0)
+    more = len(share) / len(some)
+    sizes = [sum(mask.numel() for mask in batch.masks.values()) for batch in batches]
+    biggest = batches[sizes.index(max(sizes))]
+    found.micro_batches += round(len(batches) * more)
+    shape = (len(biggest.facts), sum(mask.shape[1] for mask in biggest.masks.values()))
+    found.largest = max(found.largest, shape, key=lambda one: one[0] * one[1])
+    return _Largest(_shapes(biggest), more * sum(sizes) / max(sizes))
+
+
+def _shapes(batch: TokenBatch) -> TokenBatch:
+    def places(mask: Tensor) -> Any:
+        one = torch.zeros(int(mask.sum()), dtype=torch.long, device="meta")
+        found = _Places((one, one))
+        found.shape = mask.shape
+        return found
+
+    inputs = {name: tensor.to("meta") for name, tensor in batch.inputs.items()}
+    masks = {stack: places(mask) for stack, mask in batch.masks.items()}
+    return _Rehearsed(inputs, places(batch.answer_mask), batch.targets.to("meta"), batch.facts.to("meta"), masks)
+
+
+def _trace(
+    meter: Meter, costs: dict[str, Cost], lm: LanguageModel, layers: list[LayerSpec], largest: _Largest | None,
+    config: Config,
+) -> None:  # fmt: skip
+    assert largest is not None
+    with meter.stage(costs, "trace", largest.times):
+        trace(lm, layers, [largest.batch], config.editor.tokens)
+
+
+def _generalization(
+    meter: Meter, costs: dict[str, Cost], lm: LanguageModel, leaves: Mapping[str, Tensor], largest: _Largest | None
+) -> None:
+    """As malmen.meta does it."""
+    assert largest is not None
+    with meter.stage(costs, "meta_loss", largest.times), edited(lm, leaves):
+        nll(lm.log_probs(largest.batch), largest.batch.targets).backward()  # type: ignore[no-untyped-call]
+
+
+def _locality(
+    meter: Meter, costs: dict[str, Cost], lm: LanguageModel, layers: list[LayerSpec], leaves: Mapping[str, Tensor],
+    largest: _Largest,
+) -> None:  # fmt: skip
+    """As malmen.meta does it."""
+    blocks, batch = stem_blocks(lm, layers), largest.batch
+    with meter.stage(costs, "meta_loss", largest.times):
+        with torch.no_grad(), keep_stem(lm, blocks) as stem:
+            reference = lm.log_probs(batch)
+        with edited(lm, leaves), resume_stem(lm, blocks, stem):
+            kl(reference, lm.log_probs(batch)).backward()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _one_block_for_all(lm: LanguageModel, layers: list[LayerSpec], meter: Meter) -> Iterator[None]:
+    """Of the blocks below every edit, which are alike, the first runs and counts for all: the others hand it on."""
+    with ExitStack() as undo:
+        for stack, count in stem_blocks(lm, layers).items():
+            blocks = cast(nn.ModuleList, lm.model.get_submodule(lm.stacks[stack]))
+            output: dict[str, Any] = {}
+
+            def begin(*_: Any, _count: int = count) -> None:
+                meter.weight = _count
+
+            def end(_module: nn.Module, _args: Any, result: Any, _output: dict[str, Any] = output) -> None:
+                meter.weight = 1.0
+                _output["kept"] = result
+
+            undo.callback(blocks[0].register_forward_pre_hook(begin).remove)
+            undo.callback(blocks[0].register_forward_hook(end).remove)
+            for block in blocks[1:count]:
+                block.__dict__["forward"] = lambda *_, _output=output, **__: _output["kept"]
+                undo.callback(block.__dict__.pop, "forward")
+        yield

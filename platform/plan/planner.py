@@ -1,0 +1,258 @@
+"""What a run will need, before anything runs: memory by role, bytes moved, FLOPs and seconds by stage; whether it fits.
+
+Nothing is loaded or computed: the step's own code runs on torch's meta device (plan_meter.py), with the model's shape
+alone (shapes.py).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from malmen.config import SPLIT, Config
+from malmen.lm.layers import LayerSpec
+from malmen.platform.plan.data import Pools, StepFacts, find_pools, step_facts
+from malmen.platform.plan.hypernet import Equation, RehearsedHypernet, find_equations, rehearse_hypernet
+from malmen.platform.plan.lm import PlannedLM, RehearsedLM, plan_lm, rehearse_lm
+from malmen.platform.plan.memory import GB, MB, Role, hypernet_role, lm_role
+from malmen.platform.plan.timing import (
+    GATHER,
+    NETWORK,
+    Rates,
+    Stage,
+    Transfers,
+    find_rates,
+    find_stages,
+    find_transfers,
+    step_seconds,
+)
+
+GPU_MEMORY = 79 * GB  # of a card sold with 80 GB, as torch counts
+DRIVER = 2500 * MB  # the driver and Ray's own processes: 2.8 GB resident as measured, a part of it shared
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What the config does not say. Memory in GB for each process, rates as on the command line."""
+
+    lm_memory: float | None = None
+    hypernet_memory: float | None = None
+    gflops: float | None = None
+    measure: bool = False
+    bandwidth: float | None = None  # GB/s between processes
+    gather_bandwidth: float | None = None  # GB/s of ZeRO-3's gathers
+    fact_tokens: int | None = None
+    answer_tokens: int | None = None
+
+
+@dataclass
+class Plan:
+    """What a run will need."""
+
+    config: Config
+    parameters: int
+    dtype: str
+    layers: list[str]
+    facts: int  # of one step, all roles
+    edit_tokens: int  # traced tokens of one step's edits in one layer, at most
+    lm: Role
+    hypernet: Role
+    machine: tuple[int, int] | None  # bytes of all processes, and of this machine, where the run is to be on it
+    transfers: Transfers
+    stages: list[Stage]
+    step_seconds: float
+    assumptions: list[str] = field(default_factory=list)
+    equations: list[Equation] = field(default_factory=list)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every process has the memory that it needs."""
+        return self.lm.fits and self.hypernet.fits and (self.machine is None or self.machine[0] <= self.machine[1])
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; bytes as they are."""
+        roles = [
+            {
+                **asdict(role),
+                "items": {item.name: item.bytes for item in role.items},
+                "total": role.total,
+                "fits": role.fits,
+            }
+            for role in (self.lm, self.hypernet)
+        ]
+        return {
+            "model": self.config.model.name, "parameters": self.parameters, "dtype": self.dtype, "layers": self.layers,
+            "facts": self.facts, "edit_tokens": self.edit_tokens, "fits": self.fits, "roles": roles,
+            "machine": dict(zip(("needed", "has"), self.machine, strict=True)) if self.machine else None,
+            "bytes_moved": {**asdict(self.transfers), "objects": self.transfers.objects},
+            "stages": [asdict(stage) for stage in self.stages], "step_seconds": self.step_seconds,
+            "run_seconds": self.step_seconds * self.config.training.steps, "assumptions": self.assumptions,
+            "equations": [asdict(one) for one in self.equations],
+        }  # fmt: skip
+
+
+class Planner:
+    """Plans of several configs; what two of them have in common is rehearsed once."""
+
+    def __init__(self, options: PlanOptions | None = None) -> None:
+        self.options = options or PlanOptions()
+        self._models: dict[str, PlannedLM] = {}
+        self._pools: dict[str, Pools] = {}
+        self._facts: dict[str, StepFacts] = {}
+        self._lms: dict[str, RehearsedLM] = {}
+        self._hypernets: dict[str, RehearsedHypernet] = {}
+        self._rates: dict[str, Rates] = {}
+
+    def plan(self, config: Config) -> Plan:
+        """What a run of this config will need."""
+        devices, dtype = find_devices(config), planned_dtype(config)
+        if config.cluster.overlap is None:  # as cluster.size_roles decides on one machine
+            config = _with_overlap(config, devices[0] != "cpu")
+        rates = self._both_rates(config, devices, dtype)
+        model, facts = self._model(config, dtype), self._step_facts(config, dtype)
+        rehearsed, hypernet = self._lm(config, dtype), self._hypernet(config, dtype)
+        lm_process = lm_role(config, model, facts, rehearsed, devices[0])
+        actor = hypernet_role(config, hypernet, devices[1])
+        machine = self._set_limits(lm_process, actor)
+        features = model.feature_bytes(facts.edits, config.editor.tokens)
+        moved = find_transfers(config, model, features, rehearsed, hypernet)
+        network = (self.options.bandwidth or NETWORK) * 1e9
+        gather = (self.options.gather_bandwidth or GATHER[devices[0]]) * 1e9
+        stages = find_stages(config, rehearsed, hypernet, moved, rates, network, gather)
+        return Plan(
+            config,
+            model.num_parameters,
+            str(dtype).removeprefix("torch."),
+            [layer.name for layer in model.layers],
+            sum(len(some) for some in facts.roles.values()),
+            max(_num_traced(facts, layer, config.editor.tokens) for layer in model.layers),
+            lm_process,
+            actor,
+            machine,
+            moved,
+            stages,
+            step_seconds(config, stages),
+            self._assumptions(config, model, facts, rehearsed, rates, (network, gather)),
+            find_equations(config, model.layers, facts.edits),
+        )
+
+    def _set_limits(self, lm: Role, actor: Role) -> tuple[int, int] | None:
+        """By option, a GPU's, or this machine's; in the last case all processes must fit together."""
+        has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        for role, given in ((lm, self.options.lm_memory), (actor, self.options.hypernet_memory)):
+            role.limit = round(given * GB) if given is not None else GPU_MEMORY if role.device == "cuda" else has
+        here = [
+            role
+            for role, given in ((lm, self.options.lm_memory), (actor, self.options.hypernet_memory))
+            if role.device == "cpu" and given is None
+        ]
+        return (DRIVER + sum(role.total * role.processes for role in here), has) if here else None
+
+    def _assumptions(
+        self, config: Config, model: PlannedLM, facts: StepFacts, rehearsed: RehearsedLM, rates: tuple[Rates, Rates],
+        bandwidths: tuple[float, float],
+    ) -> list[str]:  # fmt: skip
+        number, width = rehearsed.largest
+        found = [
+            f"model: {model.source}",
+            f"facts: {facts.source}; {rehearsed.micro_batches} micro-batches a step and worker, the largest of "
+            f"{number} × {width} tokens; it holds {rehearsed.trace_peak / GB:.2f} GB while traced and, with shifts, "
+            f"{rehearsed.meta_peak / GB:.2f} GB in the meta loss",
+            f"rates: LM {rates[0].describe(model.lm.dtype)}; hyper-network {rates[1].describe(torch.float32)}",
+            f"network {bandwidths[0] / 1e9:g} GB/s between processes",
+        ]
+        if config.lm.sharding == "zero3":
+            found.append(f"ZeRO-3 gathers weights at {bandwidths[1] / 1e9:g} GB/s, and keeps up to 1e9 of them whole")
+        if "cuda" in find_devices(config):
+            found.append("the host's memory is not planned: weights pass through it, and Ray's object store is in it")
+        if facts.recurring(config):
+            found.append(f"facts that come again within the run: {', '.join(facts.recurring(config))}")
+        return found
+
+    # --- what is rehearsed once --------------------------------------------------------------------------
+
+    def _model(self, config: Config, dtype: torch.dtype) -> PlannedLM:
+        key = _key(config, dtype, "model", "lm", "editor.layers", "editor.ffn")
+        if key not in self._models:
+            self._models[key] = plan_lm(config, dtype)
+        return self._models[key]
+
+    def _step_facts(self, config: Config, dtype: torch.dtype) -> StepFacts:
+        drawn = ("training.equivalents_per_edit", "training.unrelated_per_edit")
+        pools = _key(config, None, "seed", "model", "data", *drawn)
+        key = _key(config, None, "seed", "model", "data", "training")
+        if pools not in self._pools:
+            given = (self.options.fact_tokens, self.options.answer_tokens)
+            self._pools[pools] = find_pools(config, self._model(config, dtype).lm, *given)
+        if key not in self._facts:
+            self._facts[key] = step_facts(config, self._pools[pools])
+        return self._facts[key]
+
+    def _lm(self, config: Config, dtype: torch.dtype) -> RehearsedLM:
+        names = ("model", "lm", "data", "training", "editor.layers", "editor.ffn", "editor.tokens")
+        key = _key(config, dtype, *names, "batch.token_budget", "cluster.lm_workers")
+        if key not in self._lms:
+            self._lms[key] = rehearse_lm(
+                config, self._model(config, dtype), self._step_facts(config, dtype), find_devices(config)[0]
+            )
+        return self._lms[key]
+
+    def _hypernet(self, config: Config, dtype: torch.dtype) -> RehearsedHypernet:
+        key = _key(
+            config, dtype, "model", "data", "training", "editor", "batch.hypernet_rows", "cluster.hypernet_actors"
+        )
+        if key not in self._hypernets:
+            layers = self._model(config, dtype).layers
+            self._hypernets[key] = rehearse_hypernet(config, layers, self._step_facts(config, dtype).edits, dtype)
+        return self._hypernets[key]
+
+    def _both_rates(self, config: Config, devices: tuple[str, str], dtype: torch.dtype) -> tuple[Rates, Rates]:
+        """Of an LM worker and of an actor; what is given for the LM's device says nothing about another one."""
+        found, processes = [], (config.cluster.lm_workers, config.cluster.hypernet_actors)
+        for device, count in zip(devices, processes, strict=True):
+            given = self.options.gflops if device == devices[0] else None
+            key = repr((device, dtype, count, given))
+            if key not in self._rates:
+                self._rates[key] = find_rates(device, dtype, count, given, self.options.measure)
+            found.append(self._rates[key])
+        return found[0], found[1]
+
+
+def find_devices(config: Config) -> tuple[str, str]:
+    """cpu or cuda, of the LM workers and of the actors: as the config says, else as this machine has it."""
+    name, cluster = config.model.device, config.cluster
+    if name == "cpu":
+        return "cpu", "cpu"
+    gpus = torch.cuda.is_available() if cluster.lm_gpus is None else cluster.lm_gpus > 0
+    lm = "cuda" if name.startswith(("cuda", SPLIT)) or gpus else "cpu"
+    actors = lm == "cuda" if cluster.hypernet_gpus is None else cluster.hypernet_gpus > 0
+    return lm, "cuda" if actors else "cpu"
+
+
+def _with_overlap(config: Config, overlap: bool) -> Config:
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"overlap": overlap})})
+
+
+def planned_dtype(config: Config) -> torch.dtype:
+    """The LM's, as `model.dtype` says or as its device would have it."""
+    if config.model.dtype != "auto":
+        return getattr(torch, config.model.dtype)  # type: ignore[no-any-return]
+    return torch.bfloat16 if find_devices(config)[0] == "cuda" else torch.float32
+
+
+def _num_traced(facts: StepFacts, layer: LayerSpec, tokens: str) -> int:
+    return sum(fact.num_traced(layer.stack, tokens) for fact in facts.edits)
+
+
+def _key(config: Config, dtype: torch.dtype | None, *names: str) -> str:
+    """Everything of the config that matters to something, as text."""
+    parts: list[Any] = [dtype]
+    for name in names:
+        value: Any = config
+        for part in name.split("."):
+            value = getattr(value, part)
+        parts.append(value)
+    return repr(parts)

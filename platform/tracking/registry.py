@@ -1,0 +1,177 @@
+"""Trained editors in MLflow's model registry."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from malmen.config import Config, TrackingConfig
+from malmen.errors import EditError, UsageError
+from malmen.platform.tracking.store import clear_errors, connect, redact_credentials, safe_name
+from malmen.platform.tracking.tracker import tracking_uri
+from malmen.runs.checkpoint_files import latest_checkpoint, read_state
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+# What an edit needs; the optimizer, twice as large, is only for going on with the training.
+FILES = ("editor.safetensors", "config.json", "state.json")
+
+
+@dataclass(frozen=True)
+class RegisteredEditor:
+    """A version in the registry."""
+
+    name: str
+    version: str
+    uri: str  # models:/name/version
+
+
+def registered_name(config: Config) -> str:
+    """The configured name, else `malmen-` and the last part of the base model's name."""
+    last = Path(config.model.name).name.removesuffix(".gguf")
+    return config.tracking.registered_model or "malmen-" + re.sub(r"[^\w.-]+", "-", last or "model")
+
+
+def register_editor(
+    client: MlflowClient,
+    run_id: str,
+    name: str,
+    checkpoint: Path,
+    base_model: str,
+    metrics: Mapping[str, float | None],
+    card: str,
+) -> RegisteredEditor:
+    """Upload a checkpoint to its run and make it a new version of the registered model `name`."""
+    from mlflow.exceptions import MlflowException
+
+    checkpoint = latest_checkpoint(checkpoint)
+    if missing := [file for file in FILES if not (checkpoint / file).is_file()]:
+        raise EditError(f"{checkpoint} cannot be registered: it holds no {', '.join(missing)}")
+    # By step: a run that was given more steps registers again, and older versions stay as they are.
+    place = f"editor/checkpoint-{read_state(checkpoint)['step']:07d}"
+    for found in client.search_model_versions(f"name='{name}'"):
+        if found.run_id == run_id and str(found.source).endswith(f"/{place}"):  # killed, or asked, after it was made
+            return RegisteredEditor(name, str(found.version), f"models:/{name}/{found.version}")
+    client.log_artifact(run_id, str(checkpoint / "editor.safetensors"), place)
+    client.log_artifact(run_id, str(checkpoint / "state.json"), place)
+    client.log_text(
+        run_id, redact_credentials((checkpoint / "config.json").read_text(encoding="utf-8")), f"{place}/config.json"
+    )
+    client.log_text(run_id, card, f"{place}/README.md")
+    try:
+        client.create_registered_model(name, description="MALMEN editors: see the versions")
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    scores = {safe_name(key): f"{value:.6g}" for key, value in metrics.items() if value is not None}
+    source = f"{client.get_run(run_id).info.artifact_uri}/{place}"
+    made = client.create_model_version(
+        name, source=source, run_id=run_id, tags={"base_model": base_model, **scores}, description=card
+    )
+    return RegisteredEditor(name, str(made.version), f"models:/{name}/{made.version}")
+
+
+def download_editor(uri: str, tracking: str | None = None) -> Path:
+    """The local folder of `models:/name/version` or `models:/name@alias`; not to be written into.
+
+    Without `tracking`, the store is the environment's, else runs/mlflow.db, where `malmen train` puts it.
+    """
+    asked = re.fullmatch(r"models:/(?P<name>[^/@:'\"]+)(?:/(?P<version>\d+)|@(?P<alias>[^/@]+))", uri)
+    if asked is None:
+        raise UsageError(f"cannot read {uri!r}: expected models:/NAME/VERSION or models:/NAME@ALIAS")
+    store = tracking_uri(TrackingConfig(uri=tracking), "runs/any")
+    with clear_errors(store):
+        import mlflow.artifacts
+
+        client = connect(store, create=False)
+        version = _find_version(client, asked["name"], asked["version"], asked["alias"], redact_credentials(store))
+        # download_artifacts("models:/…") looks in the process's global registry whatever URIs it is given.
+        source = client.get_model_version_download_uri(asked["name"], version)
+        folder = Path(mlflow.artifacts.download_artifacts(artifact_uri=source, tracking_uri=store))
+    if not (folder / "state.json").is_file():
+        raise EditError(f"{uri} in {redact_credentials(store)} is no editor: {folder} holds no state.json")
+    return folder
+
+
+def _find_version(client: MlflowClient, name: str, version: str | None, alias: str | None, store: str) -> str:
+    versions = sorted(int(found.version) for found in client.search_model_versions(f"name='{name}'"))
+    if not versions:
+        others = sorted(model.name for model in client.search_registered_models())
+        raise EditError(f"no editor {name!r} is registered in {store}; there {_list('is', others)}")
+    if alias is not None:
+        aliases = {key: str(value) for key, value in client.get_registered_model(name).aliases.items()}
+        if alias not in aliases:
+            known = [f"{key} (version {value})" for key, value in sorted(aliases.items())]
+            raise EditError(
+                f"{name!r} has no alias {alias!r}; {_list('aliases:', known)}, {_list('versions:', versions)}"
+            )
+        version = aliases[alias]
+    assert version is not None
+    if int(version) not in versions:
+        raise EditError(f"{name!r} has no version {version} in {store}; {_list('versions:', versions)}")
+    return version
+
+
+def _list(word: str, things: Sequence[object]) -> str:
+    return f"{word} {', '.join(map(str, things)) or 'none'}"
+
+
+# --- the model card ----------------------------------------------------------------------------------
+
+
+def describe_checkpoint(checkpoint: Path, config: Config) -> tuple[str, dict[str, float], str]:
+    """What the registry keeps of a checkpoint: its base model, its scores and its card."""
+    state = read_state(checkpoint)
+    numbers = {name: value for name, value in state["scores"].items() if isinstance(value, int | float)}
+    return state["base_model"], numbers, editor_card(config, state["scores"], state["base_model"], state["step"])
+
+
+def editor_card(config: Config, metrics: Mapping[str, Any], base_model: str, steps: int) -> str:
+    """What an editor is, in markdown."""
+    layers = config.editor.layers if isinstance(config.editor.layers, str) else ", ".join(config.editor.layers)
+    edits = metrics.get("edits") or config.training.eval_edits or config.training.num_edits
+    return f"""\
+# Editor for {config.model.name}
+
+A MALMEN hyper-network that rewrites many facts in this language model at once, by one change of weights.
+
+| | |
+|---|---|
+| base model | `{config.model.name}`, weights `{base_model}` |
+| edited layers | {layers} ({config.editor.ffn} linear of the FFN), {config.editor.aggregation} |
+| trained on | {config.data.train}, {steps} steps of {config.training.num_edits} edits, seed {config.seed} |
+| measured on | {config.data.validation}, {edits} edits at once |
+
+| | before | after |
+|---|---|---|
+{_score_row("edit success (ES)", metrics, "edit_success")}
+{_score_row("generalization success (GS)", metrics, "generalization_success")}
+{_score_row("locality success (LS)", metrics, "locality_success")}
+
+Shares of right answer tokens, teacher-forced. LS counts right answers to unrelated prompts: it should not fall.
+
+## Use
+
+```
+malmen edit --editor models:/{registered_name(config)}/VERSION --facts facts.jsonl
+```
+
+## Limits
+
+- It works only on the weights it was trained for; others are refused by their fingerprint.
+- Scores hold for facts like those it was trained on, about that many at once; `malmen eval` measures your own.
+- An edit changes what is answered to a prompt and its rephrasings, not what follows from the fact.
+"""
+
+
+def _score_row(label: str, metrics: Mapping[str, Any], name: str) -> str:
+    before, after = metrics.get(f"{name}_before"), metrics.get(name)
+    return f"| {label} | {_share(before)} | {_share(after)} |"
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"

@@ -1,0 +1,103 @@
+"""The book of large requests: recorded before they are acknowledged, kept until they have ended."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sqlalchemy import Connection, func, insert, select, update
+
+from malmen.data.records import Fact
+from malmen.serve.http.problems import Problem
+from malmen.serve.ledger import tables
+from malmen.serve.ledger.chain import canonical, now
+from malmen.serve.ledger.ledger import Ledger
+from malmen.serve.messages import Change
+
+UNFINISHED = ("queued", "running", "again")  # again: a writer was lost while it was running
+
+
+@dataclass(frozen=True)
+class Job:
+    """A large request."""
+
+    id: str
+    actor: str
+    key: str | None
+    state: str  # queued, running, again, done or failed
+    done: int
+    total: int
+    result: dict[str, Any] | None
+    request: dict[str, Any]
+
+    def change(self) -> Change:
+        """What is asked."""
+        facts = tuple(Fact(*pair) for pair in self.request["facts"])
+        rest = {"dry_run": self.request["dry_run"], "base_version": self.request["base_version"]}
+        return Change(self.actor, facts, tuple(self.request["remove"]), self.key, **rest, job=self.id)
+
+
+class JobBook:
+    """The jobs of a ledger."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+
+    def add(self, change: Change, at_most: int | None = None) -> Job:
+        """Record a job; the same key again gives the job that it made. Refused where so many wait already."""
+        request = {
+            "facts": [[fact.prompt, fact.answer] for fact in change.facts],
+            "remove": list(change.remove),
+            "dry_run": change.dry_run,
+            "base_version": change.base_version,
+        }
+        job = Job("j" + uuid.uuid4().hex[:20], change.actor, change.key, "queued", 0, len(change.facts), None, request)
+        with self.ledger.changing() as connection:  # one at a time: the same key at two ingresses makes one job
+            known = _find(connection, actor=change.actor, key=change.key) if change.key else None
+            if known is None:
+                if at_most is not None and _num_unfinished(connection) >= at_most:
+                    raise Problem(429, f"{at_most} large batches wait already", retry_after=10)
+                row = {**vars(job), "request": canonical(request), "at": now()}
+                connection.execute(insert(tables.jobs).values(**row))
+                return job
+        if replace(known.change(), job=None) != change:
+            raise Problem(422, f"the Idempotency-Key {change.key!r} was used for another request")
+        return known
+
+    def get(self, name: str) -> Job:
+        """A job by id."""
+        found = self._find(id=name)
+        if found is None:
+            raise Problem(404, f"there is no job {name!r}")
+        return found
+
+    def next(self) -> Job | None:
+        """The oldest one that is not finished; one that was running when the writer died is begun again."""
+        return self._find(tables.jobs.c.state.in_(UNFINISHED))
+
+    def mark(self, name: str, **values: Any) -> None:
+        """Progress, or the end."""
+        unfinished = tables.jobs.c.state.in_(UNFINISHED)  # what is finished stays as it ended
+        with self.ledger.changing() as connection:
+            connection.execute(update(tables.jobs).where(unfinished).filter_by(id=name).values(**values))
+
+    def _find(self, *conditions: Any, **values: Any) -> Job | None:
+        with self.ledger.reading() as connection:
+            return _find(connection, *conditions, **values)
+
+
+def _num_unfinished(connection: Connection) -> int:
+    query = select(func.count()).select_from(tables.jobs).where(tables.jobs.c.state.in_(UNFINISHED))
+    return int(connection.execute(query).scalar_one())
+
+
+def _find(connection: Connection, *conditions: Any, **values: Any) -> Job | None:
+    query = select(tables.jobs).where(*conditions).filter_by(**values).order_by(tables.jobs.c.at).limit(1)
+    row = connection.execute(query).mappings().first()
+    if row is None:
+        return None
+    result = json.loads(row["result"]) if row["result"] else None
+    kept = {name: row[name] for name in ("id", "actor", "key", "state", "done", "total")}
+    return Job(**kept, result=result, request=json.loads(row["request"]))

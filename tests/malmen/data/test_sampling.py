@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from small_runs import make_config
+from transformers import AutoTokenizer
+
+from malmen.config import Config, DataConfig, ModelConfig
+from malmen.data.records import EditRecord, Fact
+from malmen.data.sampling import (
+    Sampler,
+    check_facts,
+    check_held_out,
+    compatible_records,
+    preserved_facts,
+    training_records,
+    unrelated_to_all,
+    validation_records,
+)
+from malmen.data.tokens import FactEncoder
+from malmen.data.world import world_records
+from malmen.data.world_model import WORLD_MODEL
+from malmen.errors import EditError, UsageError
+from malmen.lm.model import LanguageModel, fact_encoder
+from malmen.training import train as train_alone
+
+
+def _sampler(lm: LanguageModel, config: Config) -> Sampler:
+    return Sampler(config, fact_encoder(lm, config.data), training_records(config))
+
+
+def _about(data: DataConfig, **training: object) -> Config:
+    return make_config(**training).model_copy(update={"data": data})
+
+
+def test_a_step_can_be_drawn_again_by_its_number(lm: LanguageModel) -> None:
+    walked = _sampler(lm, make_config())
+    batches = [walked.batch(step) for step in range(4)]
+    assert _sampler(lm, make_config()).batch(3) == batches[3]
+    assert batches[2] != batches[3]
+
+
+def test_an_epoch_uses_no_record_twice(lm: LanguageModel) -> None:
+    sampler = _sampler(lm, make_config(num_edits=100))
+    ids = [name for step in range(sampler.steps_per_epoch) for name in sampler.batch(step).record_ids]
+    assert len(ids) == len(set(ids)) == 1100
+
+
+def test_a_step_has_as_many_tuples_of_each_sort_as_the_config_says(lm: LanguageModel) -> None:
+    settings = {"equivalents_per_edit": 2, "unrelated_per_edit": 2, "include_edit": True}
+    batch = _sampler(lm, make_config(**settings)).batch(0)
+    assert (len(batch.edits), len(batch.equivalents), len(batch.record_ids)) == (5, 15, 5)
+    assert 0 < len(batch.unrelated) <= 10  # less where another record edits one
+    assert all(edit in batch.equivalents for edit in batch.edits)
+    alone = _sampler(lm, make_config(unrelated_per_edit=0)).batch(0)
+    assert (len(alone.equivalents), len(alone.unrelated)) == (5, 0)
+
+
+def test_the_number_of_edits_may_be_drawn_anew_for_each_step(lm: LanguageModel) -> None:
+    sampler = _sampler(lm, make_config(min_edits=4, num_edits=64))
+    numbers = [len(sampler.batch(step).edits) for step in range(60)]
+    assert 4 <= min(numbers) < 8 and 32 < max(numbers) <= 64
+    assert 20 < sum(number < 16 for number in numbers) < 40  # half of them below the geometric mean
+    assert [len(_sampler(lm, make_config(min_edits=4, num_edits=64)).batch(step).edits) for step in (3, 7)] == [
+        numbers[3],
+        numbers[7],
+    ]
+
+
+def test_locality_may_be_asked_of_every_token_of_unrelated_texts(lm: LanguageModel) -> None:
+    answers = _sampler(lm, make_config()).batch(0)
+    everything = _sampler(lm, make_config(locality_tokens="all")).batch(0)
+    assert (everything.edits, everything.equivalents) == (answers.edits, answers.equivalents)
+    for one, whole in zip(answers.unrelated, everything.unrelated, strict=True):
+        assert whole.input_ids == one.input_ids and whole.targets[one.first :] == one.targets
+        assert whole.first == 0 and whole.targets[:-1] == whole.input_ids[1:]
+
+
+def test_locality_at_every_token_is_refused_where_prompts_predict_nothing(lm: LanguageModel) -> None:
+    config = make_config(locality_tokens="all")
+    encoder = fact_encoder(lm, config.data)
+    encoder.kind = "classifier"
+    with pytest.raises(UsageError, match="is for decoders; this model is of kind 'classifier'"):
+        Sampler(config, encoder, training_records(config))
+
+
+def test_the_facts_whose_keys_are_preserved_are_different_unrelated_ones_that_the_seed_fixes() -> None:
+    records = world_records("train", seed=3)[:50]
+    config = Config.model_validate({"editor": {"preserved_weight": 1, "preserved_facts": 30}})
+    found = preserved_facts(config, records)
+    assert len(set(found)) == len(found) == 30
+    assert set(found) <= {fact for record in records for fact in record.unrelated}
+    assert found == preserved_facts(config, records)
+    assert found != preserved_facts(config.model_copy(update={"seed": 1}), records)
+
+
+def test_nothing_to_preserve_is_a_clear_error() -> None:
+    config = Config.model_validate({"editor": {"preserved_weight": 3}, "data": {"train": "mine.jsonl"}})
+    records = [EditRecord(Fact("Who?", "me"))]
+    with pytest.raises(EditError, match=r"preserved_weight is 3, but the records of mine\.jsonl have no unrelated"):
+        preserved_facts(config, records)
+
+
+def test_unrelated_tuples_that_another_record_edits_are_left_out() -> None:
+    records = world_records("validation")[:200]
+    edited = {fact.prompt for record in records for fact in (record.edit, *record.equivalents)}
+    assert any(fact.prompt in edited for record in records for fact in record.unrelated)
+    assert not any(fact.prompt in edited for facts in unrelated_to_all(records) for fact in facts)
+
+
+def test_records_that_edit_the_same_prompt_do_not_meet() -> None:
+    records = world_records("validation")[:5]
+    assert compatible_records(records * 2, 8) == records
+
+
+def test_more_edits_than_records_is_a_clear_error(lm: LanguageModel) -> None:
+    with pytest.raises(EditError, match="only 1152 records"):
+        _sampler(lm, make_config(num_edits=5000))
+
+
+def test_held_out_records_of_a_file_come_in_an_order_that_the_seed_fixes(tmp_path: Path) -> None:
+    file = tmp_path / "facts.jsonl"
+    rows = [{"prompt": f"Question {number}?", "answer": "yes"} for number in range(30)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def prompts(seed: int) -> list[str]:
+        config = Config.model_validate({"seed": seed, "data": {"validation": str(file)}})
+        return [record.edit.prompt for record in validation_records(config)]
+
+    assert prompts(0) == prompts(0) != prompts(1)
+    assert sorted(prompts(0)) == sorted(prompts(1)) == sorted(str(row["prompt"]) for row in rows)
+
+
+@pytest.mark.parametrize("role", ["edit", "equivalents", "unrelated"])
+def test_a_fact_that_is_too_long_is_found_before_the_first_step(lm: LanguageModel, role: str) -> None:
+    long, short = Fact("Who " * 100, "Ada"), Fact("Who is it?", "Ada")
+    record = EditRecord(short, (short,), (short,))
+    record = EditRecord(**{**vars(record), role: long if role == "edit" else (short, long)})
+    config = make_config(num_edits=1)
+    sampler = Sampler(config, fact_encoder(lm, config.data), lambda _epoch: [record])
+    with pytest.raises(EditError, match="more than max_length 64"):
+        sampler.check_lengths()
+
+
+def test_held_out_facts_that_the_model_cannot_be_given_are_found_before_the_first_step(tmp_path: Path) -> None:
+    train, held_out = tmp_path / "train.jsonl", tmp_path / "held_out.jsonl"
+    train.write_text(
+        json.dumps({"prompt": "Who is it?", "answer": "Ada", "equivalents": [{"prompt": "Who?", "answer": "Ada"}]})
+    )
+    held_out.write_text(json.dumps({"prompt": "Who " * 100, "answer": "Ada"}))
+    config = _about(DataConfig(train=str(train), validation=str(held_out)), num_edits=1)
+    with pytest.raises(EditError, match="more than max_length 64"):
+        train_alone(config, tmp_path / "run")
+    assert not list(tmp_path.glob("run/checkpoint-*"))
+
+
+def test_an_answer_that_is_no_class_is_found_too() -> None:
+    encoder = FactEncoder(AutoTokenizer.from_pretrained(WORLD_MODEL), "classifier")
+    check_facts(encoder, [EditRecord(Fact("It rains.", "SUPPORTS"))])
+    with pytest.raises(EditError, match=r"one of .*SUPPORTS"):
+        check_facts(encoder, [EditRecord(Fact("It rains.", "perhaps"))])
+
+
+@pytest.mark.parametrize("given", ["train", "validation"])
+def test_a_real_model_is_not_measured_by_the_invented_people(given: str) -> None:
+    config = _about(DataConfig(**{given: "facts.jsonl"}))
+    check_held_out(config)  # the built-in model knows them
+    other = config.model_copy(update={"model": ModelConfig(name="gpt2")})
+    with pytest.raises(UsageError, match=rf"data.{given} is a file and data.\w+ is not given.*'gpt2' knows nothing"):
+        check_held_out(other)
+
+
+def test_who_measures_on_what_was_trained_on_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"prompt": f"Who is number {n}?", "answer": "Ada", "equivalents": [f"Number {n} is"]} for n in range(4)]
+    others = [{"prompt": "Number 2 is", "answer": "Bob"}, {"prompt": "Who is number 7?", "answer": "Bob"}]
+    for name, written in (("train", rows), ("held_out", others)):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in written))
+    data = DataConfig(train=str(tmp_path / "train"), validation=str(tmp_path / "held_out"))
+    train_alone(_about(data, num_edits=2, steps=1), tmp_path / "run")
+    assert f"1 of the 2 held-out records of {tmp_path / 'held_out'} are edited in training too" in caplog.text
+    assert "such as 'Number 2 is'" in caplog.text
+    caplog.clear()
+    train_alone(_about(DataConfig(), num_edits=2, steps=1), tmp_path / "other")
+    assert "in training too" not in caplog.text
+
+
+def test_what_a_chat_template_adds_to_a_fact_counts_too() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(WORLD_MODEL)
+    tokenizer.chat_template = "You answer every question with one word. Q: {{ messages[0].content }} A:" * 2
+    record = EditRecord(Fact("Who?", "Ada"), (Fact("Who is it?", "Ada"),))
+    sampler = Sampler(
+        make_config(num_edits=1),
+        FactEncoder(tokenizer, "decoder", prompt_format="chat", max_length=40),
+        lambda _epoch: [record],
+    )
+    with pytest.raises(EditError, match="more than max_length 40"):
+        sampler.batch(0)
+    with pytest.raises(EditError, match="more than max_length 40"):
+        sampler.check_lengths()

@@ -1,0 +1,102 @@
+"""A model that accelerate has cut: every layer behind its hook, as over several GPUs; here all of them are the CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from accelerate import dispatch_model
+from tiny_models import make_setup, random_facts, tiny_lm
+from torch.testing import assert_close
+
+from malmen.config import Config, ModelConfig
+from malmen.data.tokens import make_batches
+from malmen.errors import EditError, UsageError
+from malmen.lm.devices import resolve_device, resolve_dtype
+from malmen.lm.layers import find_layers
+from malmen.lm.model import LanguageModel
+from malmen.lm.overlay import Overlay, edited, edited_rows
+from malmen.meta import MetaBatch, meta_step
+from malmen.methods.memit import Memit
+
+pytestmark = pytest.mark.usefixtures("exact")
+
+
+def _cut(lm: LanguageModel) -> LanguageModel:
+    names = [name for name, module in lm.model.named_modules() if name and not list(module.children())]
+    dispatch_model(lm.model, dict.fromkeys(names, "cpu"), main_device="cpu", force_hooks=True)
+    assert all(hasattr(lm.model.get_submodule(layer.name), "_hf_hook") for layer in find_layers(lm.model, "last:2"))
+    return lm
+
+
+def _shifts(lm: LanguageModel, seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    layers = find_layers(lm.model, "last:2")
+    return {layer.name: torch.randn(layer.value_size, layer.key_size, dtype=torch.float64) for layer in layers}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_edits_over_a_cut_model_equal_those_over_a_whole_one(name: str) -> None:
+    whole, cut = tiny_lm(name), _cut(tiny_lm(name))
+    shifts = _shifts(whole, 1)
+    (batch,) = make_batches(random_facts(whole, 4), 10_000, 0)
+    with edited(whole, shifts), edited(cut, shifts):
+        assert_close(cut.logits(batch), whole.logits(batch), rtol=1e-9, atol=1e-10)
+    assert_close(cut.logits(batch), whole.logits(batch), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "opt"])
+def test_rows_of_a_cut_model_see_their_own_edits_and_leave_nothing_behind(name: str) -> None:
+    whole, cut = tiny_lm(name), _cut(tiny_lm(name))
+    first, second = _shifts(whole, 1), _shifts(whole, 2)
+    ids = torch.arange(15).reshape(3, 5)
+    before = cut.model(input_ids=ids).logits
+    with edited_rows(cut, [(Overlay.of(cut, first), 1), (None, 1), (Overlay.of(cut, second), 1)]):
+        found = cut.model(input_ids=ids).logits
+    for row, shifts in enumerate((first, {}, second)):
+        with edited(whole, shifts):
+            assert_close(found[row : row + 1], whole.model(input_ids=ids[row : row + 1]).logits, rtol=1e-9, atol=1e-9)
+    assert torch.equal(cut.model(input_ids=ids).logits, before)
+
+
+def test_a_step_of_training_over_a_cut_model_equals_one_over_a_whole_one(kind: str) -> None:
+    whole, other = make_setup(kind), make_setup(kind)
+    _cut(other.lm)
+    lm = whole.lm
+    batch = MetaBatch(random_facts(lm, 5, 1), random_facts(lm, 4, 2), random_facts(lm, 3, 3))
+    for setup in (whole, other):
+        meta_step(setup.lm, setup.editor, batch)
+    for one, two in zip(whole.editor.parameters(), other.editor.parameters(), strict=True):
+        assert_close(one, two, rtol=1e-9, atol=1e-11)
+
+
+def test_cutting_a_model_where_there_is_no_gpu_is_an_error_that_says_so() -> None:
+    asked = "from malmen import load_lm; from malmen.config import ModelConfig; load_lm(ModelConfig(device='split'))"
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # where there are some, this process does not see them
+    ran = subprocess.run([sys.executable, "-c", asked], env=hidden, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1 and "EditError: model.device is 'split', but torch sees no GPU" in ran.stderr
+
+
+def test_an_unknown_device_is_named_with_what_there_is() -> None:
+    with pytest.raises(UsageError, match=r"'gpu'.*`cuda:N` or `split`"):
+        resolve_device(ModelConfig(device="gpu"))
+
+
+def test_by_itself_a_model_on_the_cpu_is_in_float32() -> None:
+    assert resolve_dtype(ModelConfig(device="cpu")) == torch.float32
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip), reason="needs an NVIDIA GPU")
+def test_by_itself_a_model_is_in_bfloat16_only_on_a_gpu_that_does_not_emulate_it() -> None:
+    since_ampere = torch.cuda.get_device_capability()[0] >= 8
+    assert resolve_dtype(ModelConfig(device="cuda")) == (torch.bfloat16 if since_ampere else torch.float32)
+
+
+def test_memit_refuses_a_model_on_several_devices() -> None:
+    lm = tiny_lm("gpt2")
+    lm.model.get_submodule("transformer.ln_f").to("meta")
+    with pytest.raises(EditError, match="MEMIT needs the whole model on one device"):
+        Memit(lm, Config())
