@@ -12,18 +12,24 @@ import pytest
 
 SUPPORT = str(Path(__file__).parent / "support")
 Run = Callable[..., tuple[int, str, str]]
+_LONG_GROUPS = ("chaos", "ray")  # marks
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--half", choices=("ray", "rest"), help="only the tests with Ray, or only those without")
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `-n`, one process has all tests with Ray, so that they share one cluster, and another those that kill.
 
+    The longest groups start first. All other files go to whoever is free, whole, so that a module's fixtures are made
+    once.
+    """
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    half = config.getoption("--half")
-    if half is not None:
-        left_out = [item for item in items if (item.get_closest_marker("ray") is not None) != (half == "ray")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+    def group(item: pytest.Item) -> str:
+        kinds = (kind for kind in _LONG_GROUPS if item.get_closest_marker(kind) is not None)
+        return next(kinds, str(item.path))
+
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group(item)))
+    items.sort(key=lambda item: (*_LONG_GROUPS, group(item)).index(group(item)))  # stable: the rest stays in order
 
 
 @pytest.fixture(autouse=True, scope="session")

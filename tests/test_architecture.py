@@ -1,12 +1,14 @@
-"""The laws of the house that no single module can keep: who may know whom, and what must never exist."""
+"""The laws of the house that no single module can keep: who may know whom, how large a room is, what must not exist."""
 
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -132,6 +134,70 @@ def test_every_folder_of_modules_is_in_the_package_map() -> None:
     folders = {package_of(path): path.parent.relative_to(ROOT).as_posix() for path in modules(*ROOMS)}
     assert folders.items() <= project["package-dir"].items()
     assert sorted(project["packages"]) == sorted(project["package-dir"])
+
+
+# --- rooms of a size that a reader can take in --------------------------------------------------------
+
+SMALL = {  # modules under 40 lines, each with the reason why it stands alone
+}
+TESTED_ELSEWHERE = {  # modules without a mirrored test file, each with where its tests are
+}
+
+
+def product_modules() -> list[Path]:
+    return [path for path in modules(*ROOMS) if path.name != "__init__.py"]
+
+
+def mirrored_test(path: Path) -> Path:
+    """tests/platform/plan/test_meter.py for platform/plan/meter.py."""
+    relative = path.relative_to(ROOT)
+    return ROOT / "tests" / relative.parent / f"test_{relative.name}"
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_no_folder_holds_more_than_15_modules() -> None:
+    counts = Counter(name_of(path.parent) for path in product_modules())
+    assert {folder: count for folder, count in counts.items() if count > 15} == {}
+
+
+def test_every_folder_of_modules_says_what_lives_there() -> None:
+    folders = {path.parent for path in product_modules()} - {ROOT / "platform"}
+    docstrings = {name_of(folder): ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) for folder in folders}
+    assert [folder for folder, text in docstrings.items() if not text or len(text) < 80] == []
+
+
+def test_no_file_is_over_400_lines_and_no_function_over_60() -> None:
+    long = []
+    for path in modules(*ROOMS):
+        text = path.read_text(encoding="utf-8")
+        if (lines := len(text.splitlines())) > 400:
+            long.append(f"{name_of(path)}: {lines} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                if (length := node.end_lineno - node.lineno + 1) > 60:
+                    long.append(f"{name_of(path)}: {node.name} has {length} lines")
+    assert long == []
+
+
+def test_a_module_under_40_lines_has_a_reason() -> None:
+    small = {name_of(path) for path in product_modules() if len(path.read_text(encoding="utf-8").splitlines()) < 40}
+    assert small == set(SMALL)
+
+
+def test_every_module_has_its_mirrored_test_file_or_names_where_its_tests_are() -> None:
+    missing = {name_of(path) for path in product_modules() if not mirrored_test(path).exists()}
+    assert missing == set(TESTED_ELSEWHERE)
+    assert [file for file in TESTED_ELSEWHERE.values() if not (ROOT / file).exists()] == []
+
+
+def test_the_architecture_page_lists_exactly_the_modules_of_the_tree() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## Every module")[2]
+    listed = re.findall(r"^- `([^`]+\.py)` — \S", page, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(map(name_of, modules(*ROOMS)))
 
 
 def test_no_file_in_git_is_over_ten_megabytes() -> None:
