@@ -16,11 +16,10 @@ import torch
 from malmen.config import Config
 from malmen.data.readers import read_records
 from malmen.data.records import EditRecord, Fact
-from malmen.data.tokens import EncodedFact, FactEncoder
+from malmen.data.tokens import EncodedFact, FactEncoder, MetaBatch
 from malmen.data.world import world_records
 from malmen.data.world_model import WORLD_MODEL
 from malmen.errors import EditError, UsageError
-from malmen.meta import MetaBatch
 from malmen.runs.fact_cache import FactCache
 
 log = logging.getLogger(__name__)
