@@ -52,7 +52,7 @@ def finite(shifts: dict[str, Tensor]) -> dict[str, Tensor]:
     return shifts
 
 
-def check_facts(facts: Sequence[Fact]) -> None:
+def require_facts(facts: Sequence[Fact]) -> None:
     """There must be some."""
     if not facts:
         raise EditError("no facts to edit were given")

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from malmen.config import Config
 from malmen.data.records import EditRecord
-from malmen.data.sampling import Sampler, preserved_facts, training_records
+from malmen.data.sampling import Sampler, preserved_facts
+from malmen.data.splits import training_records
 from malmen.data.tokens import EncodedFact, TokenBatch, make_batches
 from malmen.errors import EditError
 from malmen.evaluate import Evaluation, evaluate, predict_batches

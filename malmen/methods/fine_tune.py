@@ -11,7 +11,7 @@ from torch import Tensor
 from malmen.config import Config
 from malmen.data.records import Fact
 from malmen.data.tokens import EncodedFact, make_batches
-from malmen.edit_method import PlainEdit, check_facts, finite
+from malmen.edit_method import PlainEdit, finite, require_facts
 from malmen.errors import EditError
 from malmen.lm.layers import LayerSpec, find_layers
 from malmen.lm.losses import nll
@@ -30,7 +30,7 @@ class FineTune:
         self, lm: LanguageModel, facts: Sequence[Fact], on_epoch: Callable[[int, float], None] | None = None
     ) -> PlainEdit:
         """Tune for some epochs; `on_epoch` hears of each with its mean loss."""
-        check_facts(facts)
+        require_facts(facts)
         encoder = fact_encoder(lm, self.config.data)
         encoded = [encoder.encode(fact) for fact in facts]
         frozen = {layer.name: _whole_weight(lm, layer.name) for layer in self.layers}

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from malmen.config import Config
 from malmen.data.records import Fact
-from malmen.data.sampling import training_records
-from malmen.edit_method import PlainEdit, check_facts, finite
+from malmen.data.splits import training_records
+from malmen.edit_method import PlainEdit, check_encodable, finite
 from malmen.errors import EditError
 from malmen.lm.key_moments import KeyMoments, key_moments, read_texts
 from malmen.lm.layers import find_layers
@@ -42,7 +42,7 @@ class Memit:
         self, lm: LanguageModel, facts: Sequence[Fact], on_facts: Callable[[int], None] | None = None
     ) -> PlainEdit:
         """Values, then one layer after the other; `on_facts` hears of facts whose value is found."""
-        check_facts(facts)
+        check_encodable(facts)
         moments = self.moments(lm).by_layer
         places = Places(lm, self.config, self.settings.prefixes, self.settings.prefix_tokens)
         plain = [places.of(fact) for fact in facts]

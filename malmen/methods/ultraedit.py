@@ -14,7 +14,7 @@ from torch import Tensor
 
 from malmen.config import Config
 from malmen.data.records import Fact
-from malmen.edit_method import PlainEdit, check_facts, finite
+from malmen.edit_method import PlainEdit, finite, require_facts
 from malmen.errors import EditError
 from malmen.hypernet import RunningNorm, Statistics
 from malmen.least_squares import NormalEquation
@@ -54,7 +54,7 @@ class UltraEdit:
     @torch.no_grad()
     def edit(self, lm: LanguageModel, facts: Sequence[Fact], seen: SeenTokens | None = None) -> PlainEdit:
         """One round; with `seen` the statistics of earlier rounds go on, without they are of these facts alone."""
-        check_facts(facts)
+        require_facts(facts)
         seen = seen or SeenTokens()
         traces = trace(lm, self.layers, encode_batches(lm, facts, self.config), self.settings.tokens)
         shifts, residuals = {}, []

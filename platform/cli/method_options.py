@@ -73,7 +73,7 @@ def load_method(
     from malmen.methods.registry import TRAINED, UNTRAINED
     from malmen.platform.cli.output import err
     from malmen.runs.checkpoint import load_editor
-    from malmen.runs.checkpoint_files import read_config, read_state
+    from malmen.runs.checkpoint_lookup import read_config, read_state
 
     check_method(method, editor, config, overrides)
     folder = editor_folder(editor) if editor else None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from malmen.config import Config
 from malmen.data.records import EditRecord, Fact
-from malmen.data.sampling import validation_records
+from malmen.data.splits import validation_records
 from malmen.data.subjects import edits_of
 from malmen.edit_method import EditMethod
 from malmen.edit_set import EditSet, fact_rows
@@ -30,7 +30,7 @@ from malmen.methods.ultraedit import SeenTokens, UltraEdit
 from malmen.metrics import score
 from malmen.platform.cluster import on_own_device
 from malmen.runs.checkpoint import load_editor
-from malmen.runs.checkpoint_files import read_state
+from malmen.runs.checkpoint_lookup import read_state
 from malmen.runs.files import atomic_file
 from malmen.training import check_enough, train
 from malmen.tune.experiments.cells import Cell, Cells

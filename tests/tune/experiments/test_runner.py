@@ -14,7 +14,7 @@ from platform_runs import make_platform_config
 from tiny_models import tiny_lm
 from torch.testing import assert_close
 
-from malmen.data.sampling import validation_records
+from malmen.data.splits import validation_records
 from malmen.errors import EditError, UsageError
 from malmen.lm.model import load_lm
 from malmen.lm.overlay import edited
