@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from malmen.config import Config, TrainingConfig
-from malmen.data.records import EditRecord
-from malmen.data.sampling import (
-    Sampler,
-    check_facts,
+from malmen.data.records import EditRecord, compatible_records
+from malmen.data.sampling import Sampler
+from malmen.data.splits import (
+    check_encodable,
     check_held_out,
-    compatible_records,
     data_fingerprint,
     shared_facts,
     training_records,
@@ -31,7 +30,7 @@ from malmen.lm.model import LanguageModel, fact_encoder, load_lm
 from malmen.lm_side import LMSide
 from malmen.meta import StepReport, meta_step
 from malmen.runs.checkpoint import add_scores, load_editor, save_checkpoint
-from malmen.runs.checkpoint_files import read_state
+from malmen.runs.checkpoint_lookup import read_state
 from malmen.runs.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ def train(
     records = validation_records(config)
     sampler.check_lengths()
     asked = check_enough(records, config.training.eval_edits or config.training.num_edits)
-    check_facts(sampler.encoder, asked)
+    check_encodable(sampler.encoder, asked)
     if shared := shared_facts(config, sampler.records(0), asked):
         log.warning(shared)
     editor = (

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from malmen.config import Config
 from malmen.data.records import EditRecord
-from malmen.data.sampling import Sampler, training_records
+from malmen.data.sampling import Sampler
+from malmen.data.splits import training_records
 from malmen.data.tokens import EncodedFact, MetaBatch, TokenBatch
 from malmen.errors import EditError
 from malmen.evaluate import Evaluation, evaluate, predict_batches

@@ -11,7 +11,8 @@ from platform_runs import make_platform_config
 from torch.testing import assert_close
 
 from malmen.config import Config
-from malmen.data.sampling import Sampler, training_records
+from malmen.data.sampling import Sampler
+from malmen.data.splits import training_records
 from malmen.errors import EditError
 from malmen.lm.layers import LayerSpec, find_layers
 from malmen.lm.model import LanguageModel, fact_encoder, load_lm

@@ -38,7 +38,10 @@ def test_what_one_graph_is_not_built_for_is_refused(change: dict[str, object]) -
     facts = random_facts(setup.lm, 3)
     config = setup.editor.config
     setup.editor.config = config.model_copy(update={"editor": config.editor.model_copy(update=change)})
-    with pytest.raises(EditError, match=r"built for the regularised normal equation; given are .*(sum|False)"):
+    with pytest.raises(
+        EditError,
+        match=r"aggregation=least_squares and editor.regularisation=true; given are .*(sum|False)",
+    ):
         concatenated_backward(setup.lm, setup.editor, MetaBatch(facts[:1], facts[1:2], facts[2:]))
 
 
