@@ -7,14 +7,14 @@ and the editor only; it is computed once and kept, and taking the fact back subt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
 
-from malmen.data.tokens import EncodedFact, TokenBatch, make_batches
+from malmen.data.tokens import EncodedFact, make_batches
 from malmen.editor import Editor, LayerTargets
 from malmen.errors import EditError
 from malmen.least_squares import NormalEquation
@@ -84,13 +84,11 @@ class FactRows:
         )
 
 
-def fact_rows(
-    lm: LanguageModel, editor: Editor, facts: Sequence[EncodedFact], on_batch: Callable[[int], None] | None = None
-) -> FactRows:
-    """Trace these facts on the unedited LM and ask the hyper-network what they want; `on_batch` hears of facts done."""
+def fact_rows(lm: LanguageModel, editor: Editor, facts: Sequence[EncodedFact]) -> FactRows:
+    """Trace these facts on the unedited LM and compute their targets with the hyper-network."""
     config = editor.config
     batches = make_batches(facts, config.batch.token_budget, lm.pad_id)
-    traces = trace(lm, editor.layers, _counted(batches, on_batch), config.editor.tokens)
+    traces = trace(lm, editor.layers, batches, config.editor.tokens)
     offsets = {
         layer.name: _running_sum(fact.num_traced(layer.stack, config.editor.tokens) for fact in facts)
         for layer in editor.layers
@@ -138,12 +136,3 @@ def _running_sum(counts: Iterable[int]) -> list[int]:
     for count in counts:
         total.append(total[-1] + count)
     return total
-
-
-def _counted(batches: Sequence[TokenBatch], on_batch: Callable[[int], None] | None) -> Iterator[TokenBatch]:
-    done = 0
-    for batch in batches:
-        yield batch
-        done += len(batch.facts)
-        if on_batch:
-            on_batch(done)
