@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +24,10 @@ from malmen.hypernet import HypernetRows, HyperNetwork, Statistics, run_in_batch
 from malmen.least_squares import NormalEquation, Pullback, token_residuals
 from malmen.lm.layers import LayerSpec
 from malmen.lm.trace import Traces, trace
-from malmen.shards import Alone, Shards
+from malmen.shards import Shards, SolvedShard
 
 if TYPE_CHECKING:  # a process that only holds an editor does not wait for transformers
     from malmen.lm.model import LanguageModel
-
-from dataclasses import dataclass, field
-from typing import NamedTuple
-
-from malmen.shards import SolvedShard
 
 
 class Editor(nn.Module):
@@ -46,7 +42,7 @@ class Editor(nn.Module):
         if not layers:
             raise EditError("an editor needs at least one layer to edit")
         self.layers, self.config = list(layers), config
-        self.shards: Shards = Alone()
+        self.shards = Shards()  # replaced where several editors share the work
         self.groups: dict[str, list[LayerSpec]] = {}
         for layer in layers:
             self.groups.setdefault(f"{layer.key_size}x{layer.value_size}", []).append(layer)
@@ -158,10 +154,6 @@ class Editor(nn.Module):
             }
         diffs = self._value_diffs(traces, None)
         return {name: LayerTargets(traces[name].keys, diffs[name]) for name in diffs}
-
-    def equations(self, traces: Traces) -> dict[str, NormalEquation]:
-        """The normal equation of each layer for these traces alone: sets of edits add and subtract."""
-        return {name: NormalEquation.of(*targets) for name, targets in self.layer_targets(traces).items()}
 
     def solve_equations(self, equations: Mapping[str, NormalEquation]) -> dict[str, Tensor]:
         """Shifts from summed equations; a sum of shifts (MEND) is their cross term itself."""

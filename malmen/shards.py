@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import floor
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -58,61 +57,29 @@ def find_members(plan: Sequence[Sequence[Share]]) -> dict[str, list[int]]:
     return members
 
 
-class Shards(Protocol):
-    """What an editor asks of the others."""
+class Shards:
+    """What an editor asks of the editors that it shares the work with; as it is, there are none."""
 
     def gather_statistics(self, mine: Mapping[str, Statistics]) -> Iterable[tuple[str, Statistics]]:
-        """Everybody's statistics, by layer, in the same order everywhere."""
-
-    def solve(
-        self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float, preserved: Tensor | None
-    ) -> SolvedShard:
-        """S* for all tokens of the layer, given one's own; everybody knows the keys to preserve."""
-
-    def sum_shift(self, layer: str, shift: Tensor) -> Tensor:
-        """The sum of everybody's shift of the layer (MEND's way of merging)."""
-
-    def leads(self, layer: str) -> bool:
-        """Whether what must be added once for the layer is one's own to add."""
-
-    def sum_grads(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The sum of everybody's gradients, in place."""
-
-
-class SolvedShard(Protocol):
-    """A solution, seen from one's own tokens."""
-
-    @property
-    def shift(self) -> Tensor:
-        """S* (value, key)."""
-
-    def pull_back(self, shift_grad: Tensor, keys: Tensor) -> Pullback:
-        """How a gradient of S* reaches one's own tokens, whose keys are given."""
-
-
-class Alone:
-    """One editor that has all tokens of all layers."""
-
-    def gather_statistics(self, mine: Mapping[str, Statistics]) -> Iterable[tuple[str, Statistics]]:
-        """One's own."""
+        """The statistics of all editors, by layer, in the same order everywhere."""
         return mine.items()
 
     def solve(
         self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float, preserved: Tensor | None
-    ) -> Solution:
-        """The least-squares problem as it is."""
+    ) -> SolvedShard:
+        """S* for all tokens of the layer, given one's own; all editors know the keys to preserve."""
         return solve_least_squares(keys, value_diffs, damping, preserved)
 
     def sum_shift(self, layer: str, shift: Tensor) -> Tensor:
-        """One's own."""
+        """The sum of all editors' shifts of the layer (MEND's way of merging)."""
         return shift
 
     def leads(self, layer: str) -> bool:
-        """There is nobody else."""
+        """Whether what must be added once for the layer is this editor's to add."""
         return True
 
     def sum_grads(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Nothing to add."""
+        """The sum of all editors' gradients, in place."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +102,10 @@ class PartOfDual:
         return replace(whole, diffs_grad=whole.diffs_grad[self.rows])
 
 
-class ProcessGroupShards:
+SolvedShard = Solution | PartOfDual  # a solution, seen from the tokens of one editor
+
+
+class ProcessGroupShards(Shards):
     """Editors in processes of their own, one for each rank of torch's default process group."""
 
     def __init__(self, layer_features: Mapping[str, int]) -> None:

@@ -12,7 +12,7 @@ from malmen.config import Config
 from malmen.data.tokens import EncodedFact
 from malmen.editor import Editor, HypernetRows
 from malmen.hypernet import Statistics
-from malmen.least_squares import DualSolution, PrimalSolution, is_dual
+from malmen.least_squares import DualSolution, is_dual
 from malmen.lm.layers import LayerSpec
 from malmen.lm.trace import LayerTrace, Traces
 from malmen.platform.plan.meter import Cost, Meter
@@ -166,7 +166,6 @@ class _Shards(ProcessGroupShards):
         """As the actor does it; what stays for the way back is counted."""
         solved = super().solve(layer, keys, value_diffs, damping, preserved)
         solution = solved.solution if isinstance(solved, PartOfDual) else solved
-        assert isinstance(solution, PrimalSolution | DualSolution)
         kept = [solution.factor]
         if isinstance(solution, DualSolution):
             kept.append(solution.weights)

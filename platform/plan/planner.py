@@ -7,14 +7,15 @@ alone (shapes.py).
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
 from malmen.config import SPLIT, Config
 from malmen.lm.layers import LayerSpec
-from malmen.platform.plan.data import Pools, StepFacts, find_pools, step_facts
+from malmen.platform.plan.data import StepFacts, find_pools, step_facts
 from malmen.platform.plan.hypernet import Equation, RehearsedHypernet, find_equations, rehearse_hypernet
 from malmen.platform.plan.lm import PlannedLM, RehearsedLM, plan_lm, rehearse_lm
 from malmen.platform.plan.memory import GB, MB, Role, hypernet_role, lm_role
@@ -29,6 +30,8 @@ from malmen.platform.plan.timing import (
     find_transfers,
     step_seconds,
 )
+
+T = TypeVar("T")
 
 GPU_MEMORY = 79 * GB  # of a card sold with 80 GB, as torch counts
 DRIVER = 2500 * MB  # the driver and Ray's own processes: 2.8 GB resident as measured, a part of it shared
@@ -99,12 +102,7 @@ class Planner:
 
     def __init__(self, options: PlanOptions | None = None) -> None:
         self.options = options or PlanOptions()
-        self._models: dict[str, PlannedLM] = {}
-        self._pools: dict[str, Pools] = {}
-        self._facts: dict[str, StepFacts] = {}
-        self._lms: dict[str, RehearsedLM] = {}
-        self._hypernets: dict[str, RehearsedHypernet] = {}
-        self._rates: dict[str, Rates] = {}
+        self._made: dict[tuple[str, str], Any] = {}
 
     def plan(self, config: Config) -> Plan:
         """What a run of this config will need."""
@@ -176,49 +174,45 @@ class Planner:
 
     def _model(self, config: Config, dtype: torch.dtype) -> PlannedLM:
         key = _key(config, dtype, "model", "lm", "editor.layers", "editor.ffn")
-        if key not in self._models:
-            self._models[key] = plan_lm(config, dtype)
-        return self._models[key]
+        return self._once("model", key, lambda: plan_lm(config, dtype))
 
     def _step_facts(self, config: Config, dtype: torch.dtype) -> StepFacts:
         drawn = ("training.equivalents_per_edit", "training.unrelated_per_edit")
-        pools = _key(config, None, "seed", "model", "data", *drawn)
+        lengths = (self.options.fact_tokens, self.options.answer_tokens)
+        pools = self._once(
+            "pools",
+            _key(config, None, "seed", "model", "data", *drawn),
+            lambda: find_pools(config, self._model(config, dtype).lm, *lengths),
+        )
         key = _key(config, None, "seed", "model", "data", "training")
-        if pools not in self._pools:
-            given = (self.options.fact_tokens, self.options.answer_tokens)
-            self._pools[pools] = find_pools(config, self._model(config, dtype).lm, *given)
-        if key not in self._facts:
-            self._facts[key] = step_facts(config, self._pools[pools])
-        return self._facts[key]
+        return self._once("facts", key, lambda: step_facts(config, pools))
 
     def _lm(self, config: Config, dtype: torch.dtype) -> RehearsedLM:
         names = ("model", "lm", "data", "training", "editor.layers", "editor.ffn", "editor.tokens")
         key = _key(config, dtype, *names, "batch.token_budget", "cluster.lm_workers")
-        if key not in self._lms:
-            self._lms[key] = rehearse_lm(
-                config, self._model(config, dtype), self._step_facts(config, dtype), find_devices(config)[0]
-            )
-        return self._lms[key]
+        model, facts = self._model(config, dtype), self._step_facts(config, dtype)
+        return self._once("lm", key, lambda: rehearse_lm(config, model, facts, find_devices(config)[0]))
 
     def _hypernet(self, config: Config, dtype: torch.dtype) -> RehearsedHypernet:
-        key = _key(
-            config, dtype, "model", "data", "training", "editor", "batch.hypernet_rows", "cluster.hypernet_actors"
-        )
-        if key not in self._hypernets:
-            layers = self._model(config, dtype).layers
-            self._hypernets[key] = rehearse_hypernet(config, layers, self._step_facts(config, dtype).edits, dtype)
-        return self._hypernets[key]
+        names = ("model", "data", "training", "editor", "batch.hypernet_rows", "cluster.hypernet_actors")
+        layers, edits = self._model(config, dtype).layers, self._step_facts(config, dtype).edits
+        key = _key(config, dtype, *names)
+        return self._once("hypernet", key, lambda: rehearse_hypernet(config, layers, edits, dtype))
 
     def _both_rates(self, config: Config, devices: tuple[str, str], dtype: torch.dtype) -> tuple[Rates, Rates]:
         """Of an LM worker and of an actor; what is given for the LM's device says nothing about another one."""
-        found, processes = [], (config.cluster.lm_workers, config.cluster.hypernet_actors)
-        for device, count in zip(devices, processes, strict=True):
-            given = self.options.gflops if device == devices[0] else None
-            key = repr((device, dtype, count, given))
-            if key not in self._rates:
-                self._rates[key] = find_rates(device, dtype, count, given, self.options.measure)
-            found.append(self._rates[key])
-        return found[0], found[1]
+
+        def rates(device: str, processes: int) -> Rates:
+            known = (device, dtype, processes, self.options.gflops if device == devices[0] else None)
+            return self._once("rates", repr(known), lambda: find_rates(*known, self.options.measure))
+
+        return rates(devices[0], config.cluster.lm_workers), rates(devices[1], config.cluster.hypernet_actors)
+
+    def _once(self, what: str, key: str, make: Callable[[], T]) -> T:
+        """What `make` gives; it is called once for each key."""
+        if (what, key) not in self._made:
+            self._made[what, key] = make()
+        return cast(T, self._made[what, key])
 
 
 def find_devices(config: Config) -> tuple[str, str]:
