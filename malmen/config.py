@@ -58,8 +58,8 @@ class EditorConfig(Section):
     preserved_weight: float = Field(
         default=0.0,
         ge=0,
-        description="w of the term w·E‖Su‖² over keys u of unrelated training facts, added to the least squares, not to "
-        "a sum; 0: as in the paper",
+        description="w of the term w·E‖Su‖² over keys u of unrelated training facts, added to the least squares (not "
+        "to a sum); 0: as in the paper",
     )
     preserved_facts: int = Field(default=2048, gt=0, description="number of these facts, at most")
 

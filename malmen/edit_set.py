@@ -26,7 +26,7 @@ _OFFSETS, _KEYS, _DIFFS = "offsets", "keys", "value_diffs"
 
 @dataclass(frozen=True)
 class FactRows:
-    """The rows of some facts: by layer the targets of all their tokens, and where each fact's begin and end."""
+    """The rows of a list of facts: by layer, the targets of all their tokens and where each fact's begin and end."""
 
     targets: dict[str, LayerTargets]
     offsets: dict[str, list[int]]  # by layer, one more than there are facts
@@ -76,7 +76,7 @@ class FactRows:
 
     @classmethod
     def of_tensors(cls, named: Mapping[str, Tensor]) -> FactRows:
-        """What `tensors` gave."""
+        """The rows from the tensors that `tensors` gave."""
         layers = [name.removesuffix(f"/{_OFFSETS}") for name in named if name.endswith(f"/{_OFFSETS}")]
         return cls(
             {name: LayerTargets(named[f"{name}/{_KEYS}"], named[f"{name}/{_DIFFS}"]) for name in layers},
@@ -104,15 +104,14 @@ class EditSet:
         self.equations = equations
 
     def changed(self, added: Iterable[FactRows] = (), removed: Iterable[FactRows] = ()) -> EditSet:
-        """This set with some facts more and some less."""
+        """A new set: this one with these facts added and removed."""
         sums, count = self.equations, self.num_facts
         for rows, sign in chain(((rows, 1) for rows in added), ((rows, -1) for rows in removed)):
             if len(rows) == 0:
                 continue
-            found = rows.equations()
             if sign < 0 and sums is None:
                 raise EditError(f"cannot remove {len(rows)} facts from a set that holds none")
-            sums = found if sums is None else _combine(sums, found, sign)
+            sums = rows.equations() if sums is None else _combine(sums, rows.equations(), sign)
             count += sign * len(rows)
         if count < 0:
             raise EditError(f"cannot remove {self.num_facts - count} facts from a set of {self.num_facts}")
@@ -126,9 +125,9 @@ class EditSet:
 
 
 def _combine(
-    sums: Mapping[str, NormalEquation], found: Mapping[str, NormalEquation], sign: int
+    sums: Mapping[str, NormalEquation], change: Mapping[str, NormalEquation], sign: int
 ) -> dict[str, NormalEquation]:
-    return {name: sums[name] + found[name] if sign > 0 else sums[name] - found[name] for name in sums}
+    return {name: sums[name] + change[name] if sign > 0 else sums[name] - change[name] for name in sums}
 
 
 def _running_sum(counts: Iterable[int]) -> list[int]:

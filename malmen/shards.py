@@ -1,7 +1,7 @@
-"""Several editors that share the work of one: who has which tokens, and where they meet.
+"""Several editors that share the work of one: how the tokens are divided, and what the editors exchange.
 
-The work is divided by layer first, by tokens second. What each layer gives is a sum over its tokens, so
-shards meet in sums only: the normaliser's statistics, the normal equation, and the gradient of θ. After
+The work is divided by layer first, by tokens second. Every result of a layer is a sum over its tokens, so
+the editors exchange sums only: the normaliser's statistics, the normal equation, and the gradient of θ. After
 every step all editors hold the same θ, and θ itself never travels.
 """
 
@@ -22,14 +22,14 @@ from malmen.least_squares import DualSolution, NormalEquation, Pullback, Solutio
 
 @dataclass(frozen=True)
 class Share:
-    """A part of one layer's tokens: of every list of them, those between two fractions of its length."""
+    """A part of one layer's tokens: those between two fractions of the length of their list."""
 
     layer: str
     start: Fraction = Fraction(0)
     stop: Fraction = Fraction(1)
 
     def rows(self, count: int) -> slice:
-        """Its rows of a list of so many; the shares of a layer cover the list without overlap."""
+        """Its rows of a list of `count`; the shares of a layer cover the list without overlap."""
         return slice(floor(self.start * count), floor(self.stop * count))
 
 
@@ -67,7 +67,7 @@ class Shards:
     def solve(
         self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float, preserved: Tensor | None
     ) -> SolvedShard:
-        """S* for all tokens of the layer, given one's own; all editors know the keys to preserve."""
+        """S* for all tokens of the layer, given this editor's; all editors know the keys to preserve."""
         return solve_least_squares(keys, value_diffs, damping, preserved)
 
     def sum_shift(self, layer: str, shift: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class PartOfDual:
 
     solution: DualSolution
     all_keys: Tensor  # (all tokens, key)
-    rows: slice  # one's own
+    rows: slice  # this editor's
 
     @property
     def shift(self) -> Tensor:
@@ -96,10 +96,10 @@ class PartOfDual:
         return self.solution.shift
 
     def pull_back(self, shift_grad: Tensor, _keys: Tensor) -> Pullback:
-        """∇_D L of one's own tokens; dL/dλ of all."""
-        whole = self.solution.pull_back(shift_grad, self.all_keys)
-        assert whole.diffs_grad is not None
-        return replace(whole, diffs_grad=whole.diffs_grad[self.rows])
+        """∇_D L of this editor's tokens; dL/dλ of all."""
+        pullback = self.solution.pull_back(shift_grad, self.all_keys)
+        assert pullback.diffs_grad is not None
+        return replace(pullback, diffs_grad=pullback.diffs_grad[self.rows])
 
 
 SolvedShard = Solution | PartOfDual  # a solution, seen from the tokens of one editor
@@ -115,7 +115,7 @@ class ProcessGroupShards(Shards):
         self.groups = {layer: dist.new_group(ranks) for layer, ranks in self.members.items() if len(ranks) > 1}
 
     def gather_statistics(self, mine: Mapping[str, Statistics]) -> Iterable[tuple[str, Statistics]]:
-        """Everybody's, by layer and rank."""
+        """By layer, then by rank."""
         like = next(iter(mine.values())).mean
         flat = torch.cat([_flatten(mine.get(layer), size, like) for layer, size in self.features.items()])
         received = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
@@ -144,23 +144,23 @@ class ProcessGroupShards(Shards):
         return equation.solve(damping, preserved)
 
     def sum_shift(self, layer: str, shift: Tensor) -> Tensor:
-        """Over those who have tokens of the layer."""
+        """Over the members of the layer."""
         if len(self.members[layer]) > 1:
             self.sum_tensor(layer, shift)
         return shift
 
     def leads(self, layer: str) -> bool:
-        """The first of those who have tokens of the layer."""
+        """True for the first member of the layer."""
         return self.members[layer][0] == self.world_rank
 
     def sum_grads(self, parameters: Iterable[nn.Parameter]) -> None:
-        """One sum for each parameter; who had nothing to do adds zero."""
+        """One sum for each parameter; an editor without a gradient adds zero."""
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)
 
-    # --- the transport among those who share a layer: `malmen plan` has one without processes ----------------
+    # --- the transport among the members of a layer; `malmen plan` overrides it -----------------------------
 
     def count_tokens(self, layer: str, mine: int) -> list[int]:
         """How many tokens of the layer each member has."""

@@ -1,6 +1,6 @@
-"""What a run will need, before anything runs: memory by role, bytes moved, FLOPs and seconds by stage; whether it fits.
+"""What a run will need: memory of each process, bytes moved, FLOPs and seconds by stage, and whether it fits.
 
-Nothing is loaded or computed: the step's own code runs on torch's meta device (plan_meter.py), with the model's shape
+Nothing is loaded or computed: the step's own code runs on torch's meta device (meter.py), with the model's shape
 alone (shapes.py).
 """
 
@@ -39,7 +39,7 @@ DRIVER = 2500 * MB  # the driver and Ray's own processes: 2.8 GB resident as mea
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the config does not say. Memory in GB for each process, rates as on the command line."""
+    """What the config does not state. Memory in GB for each process, rates as on the command line."""
 
     lm_memory: float | None = None
     hypernet_memory: float | None = None
@@ -59,7 +59,7 @@ class Plan:
     parameters: int
     dtype: str
     layers: list[str]
-    facts: int  # of one step, all roles
+    facts: int  # of one step, all kinds
     edit_tokens: int  # traced tokens of one step's edits in one layer, at most
     lm: Role
     hypernet: Role
@@ -93,7 +93,7 @@ class Plan:
             "bytes_moved": {**asdict(self.transfers), "objects": self.transfers.objects},
             "stages": [asdict(stage) for stage in self.stages], "step_seconds": self.step_seconds,
             "run_seconds": self.step_seconds * self.config.training.steps, "assumptions": self.assumptions,
-            "equations": [asdict(one) for one in self.equations],
+            "equations": [asdict(equation) for equation in self.equations],
         }  # fmt: skip
 
 
@@ -125,7 +125,7 @@ class Planner:
             model.num_parameters,
             str(dtype).removeprefix("torch."),
             [layer.name for layer in model.layers],
-            sum(len(some) for some in facts.roles.values()),
+            sum(map(len, facts.by_kind.values())),
             max(_num_traced(facts, layer, config.editor.tokens) for layer in model.layers),
             lm_process,
             actor,
@@ -154,7 +154,7 @@ class Planner:
         bandwidths: tuple[float, float],
     ) -> list[str]:  # fmt: skip
         number, width = rehearsed.largest
-        found = [
+        lines = [
             f"model: {model.source}",
             f"facts: {facts.source}; {rehearsed.micro_batches} micro-batches a step and worker, the largest of "
             f"{number} × {width} tokens; it holds {rehearsed.trace_peak / GB:.2f} GB while traced and, with shifts, "
@@ -163,12 +163,12 @@ class Planner:
             f"network {bandwidths[0] / 1e9:g} GB/s between processes",
         ]
         if config.lm.sharding == "zero3":
-            found.append(f"ZeRO-3 gathers weights at {bandwidths[1] / 1e9:g} GB/s, and keeps up to 1e9 of them whole")
+            lines.append(f"ZeRO-3 gathers weights at {bandwidths[1] / 1e9:g} GB/s, and keeps up to 1e9 of them whole")
         if "cuda" in find_devices(config):
-            found.append("the host's memory is not planned: weights pass through it, and Ray's object store is in it")
+            lines.append("the host's memory is not planned: weights pass through it, and Ray's object store is in it")
         if facts.recurring(config):
-            found.append(f"facts that come again within the run: {', '.join(facts.recurring(config))}")
-        return found
+            lines.append(f"facts that recur within the run: {', '.join(facts.recurring(config))}")
+        return lines
 
     # --- what is rehearsed once --------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class Planner:
         return self._once("hypernet", key, lambda: rehearse_hypernet(config, layers, edits, dtype))
 
     def _both_rates(self, config: Config, devices: tuple[str, str], dtype: torch.dtype) -> tuple[Rates, Rates]:
-        """Of an LM worker and of an actor; what is given for the LM's device says nothing about another one."""
+        """Rates of an LM worker and of an actor; a rate given for the LM's device does not hold for another device."""
 
         def rates(device: str, processes: int) -> Rates:
             known = (device, dtype, processes, self.options.gflops if device == devices[0] else None)
@@ -242,7 +242,7 @@ def _num_traced(facts: StepFacts, layer: LayerSpec, tokens: str) -> int:
 
 
 def _key(config: Config, dtype: torch.dtype | None, *names: str) -> str:
-    """Everything of the config that matters to something, as text."""
+    """These parts of the config as text."""
     parts: list[Any] = [dtype]
     for name in names:
         value: Any = config

@@ -189,7 +189,7 @@ def test_an_editor_that_was_not_told_which_keys_to_preserve_says_so() -> None:
         setup.editor.preserve({last.name: torch.full((last.key_size, last.key_size), torch.nan)})
     (net,) = setup.editor.nets.values()
     net.moments[1] = torch.nan  # as it is made
-    with pytest.raises(EditError, match=r"layer transformer\.h\.2.*preserved_weight is 2, .* not told which keys"):
+    with pytest.raises(EditError, match=r"layer transformer\.h\.2.*preserved_weight is 2, .* has no keys to preserve"):
         setup.editor.solve(traces)
 
 
