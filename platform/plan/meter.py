@@ -47,7 +47,7 @@ class Cost:
 
 
 class Meter(TorchDispatchMode):
-    """Counts, inside, the bytes that new tensors hold, their peak, and the cost of what runs; `known` tensors are free."""
+    """Counts, inside, the bytes of new tensors, their peak, and the cost of what runs; `known` tensors are free."""
 
     def __init__(self, *known: Tensor) -> None:
         super().__init__()
