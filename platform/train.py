@@ -78,19 +78,19 @@ def train(
     listener: Listener | None = None,
     parent: str | None = None,
     register: bool = True,
-    whole: bool = True,
+    resolve_paths: bool = True,
 ) -> TrainedEditor:
     """Train an editor into `out`; an unfinished run of the same config there is gone on with, to the same θ.
 
     `parent` is the MLflow run that this one belongs to, if any. `register`: the editor goes into the model registry.
-    `whole`: relative paths mean this process's folder, which the workers do not share.
+    `resolve_paths`: relative paths mean this process's folder, which the workers do not share.
     """
     start, listener = time.perf_counter(), listener or Listener()
     check_held_out(config)
     layers = _layers(config)
     if in_ray_job():
         check_lasting(config, out)
-    elif whole:
+    elif resolve_paths:
         config = absolute_paths(config)
     out = out if "://" in str(out) else Path(out).absolute()
     folder = RunFolder.open(out, config, resume=resume)
