@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Mapping
 
 import numpy as np
@@ -33,12 +31,3 @@ def to_arrays(tensors: Mapping[str, Tensor]) -> Arrays:
 def num_bytes(arrays: Mapping[str, np.ndarray]) -> int:
     """What it takes to send them."""
     return sum(array.nbytes for array in arrays.values())
-
-
-def peak_memory_mb() -> dict[str, float]:
-    """The most this process ever held, by device."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 1024)
-    found = {"rss": round(peak, 1)}
-    if torch.cuda.is_available():
-        found["gpu"] = round(torch.cuda.max_memory_allocated() / 2**20, 1)
-    return found

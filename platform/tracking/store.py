@@ -16,7 +16,7 @@ from malmen.errors import EditError
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-PATIENCE = 5.0  # seconds for a store to answer at all
+ANSWER_SECONDS = 5.0  # for a store to answer at all
 _PORTS = {"sqlite": 0, "postgresql": 5432, "mysql": 3306, "mssql": 1433}
 
 
@@ -46,7 +46,7 @@ def check_reachable(uri: str) -> None:
 
         insecure = os.environ.get("MLFLOW_TRACKING_INSECURE_TLS", "").lower() in ("true", "1")
         verify = os.environ.get("MLFLOW_TRACKING_SERVER_CERT_PATH") or not insecure
-        answer = requests.get(f"{uri.rstrip('/')}/health", timeout=PATIENCE, verify=verify)
+        answer = requests.get(f"{uri.rstrip('/')}/health", timeout=ANSWER_SECONDS, verify=verify)
         if answer.status_code >= 500:
             answer.raise_for_status()
     elif scheme in _PORTS:
@@ -54,7 +54,7 @@ def check_reachable(uri: str) -> None:
 
         url = sqlalchemy.make_url(uri)
         if url.host:
-            socket.create_connection((url.host, url.port or _PORTS[scheme]), PATIENCE).close()
+            socket.create_connection((url.host, url.port or _PORTS[scheme]), ANSWER_SECONDS).close()
         elif file := _sqlite_file(uri):
             file.parent.mkdir(parents=True, exist_ok=True)
         sqlalchemy.create_engine(url, poolclass=sqlalchemy.NullPool).connect().close()

@@ -59,7 +59,7 @@ def test_a_wrong_address_on_the_command_line_is_one_message(tmp_path: Path) -> N
 def test_a_relative_folder_in_a_ray_job_is_wrong_usage(malmen: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     code, _, err = malmen("train", "builtin", *SMALL, "--out", "run")
-    assert (code, "give a whole path" in err) == (2, True), err
+    assert (code, "give an absolute path" in err) == (2, True), err
 
 
 def test_a_ray_job_that_keeps_its_run_elsewhere_says_where_mlflow_is(
