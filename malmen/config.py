@@ -150,7 +150,9 @@ class ClusterConfig(Section):
     stall_seconds: float = Field(
         default=1800, gt=0, description="without a finished step, a run is given up as hanging"
     )
-    max_failures: int = Field(default=8, ge=0, description="losses of LM workers, or of actors in a step, survived")
+    max_failures: int = Field(
+        default=8, ge=0, description="losses of LM workers, and of hypernet actors, survived between two new steps"
+    )
 
 
 class TrackingConfig(Section):

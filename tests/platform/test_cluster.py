@@ -131,7 +131,7 @@ def test_roles_overlap_unless_they_share_one_machines_cores(
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("role", [{"lm_workers": 2, "lm_gpus": 0.5}, {"hypernet_actors": 2, "hypernet_gpus": 0.5}])
 def test_processes_that_talk_to_each_other_do_not_share_a_gpu(role: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=r"_gpus=0\.5 for 2 processes: NCCL wants a whole GPU"):
+    with pytest.raises(UsageError, match=r"_gpus=0\.5 for 2 processes: NCCL needs a whole GPU"):
         size_roles(ClusterConfig(**role), ModelConfig(), own=False)
 
 
