@@ -63,7 +63,9 @@ class LMWorker(LMSide):
         sent = list(grads)[self.world_rank :: self.world_size]
         return losses, {name: grads[name] for name in sent}
 
-    def evaluate(self, records: Sequence[EditRecord], shifts: Mapping[str, Tensor], residual: float) -> Evaluation:
+    def evaluate(
+        self, records: Sequence[EditRecord], shifts: Mapping[str, Tensor], residual: float | None
+    ) -> Evaluation:
         """ES, GS and LS of an edit, teacher-forced; every rank predicts its share and has the scores of all."""
         on_device = {name: shift.to(self.lm.device) for name, shift in shifts.items()}
         return evaluate(
