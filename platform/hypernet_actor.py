@@ -31,7 +31,7 @@ from malmen.platform.cluster import on_given_gpu
 from malmen.platform.events import ActorReport
 from malmen.platform.wire import Arrays, to_array, to_arrays, to_tensor
 from malmen.runs.checkpoint import load_editor, save_checkpoint
-from malmen.shards import Alone, ProcessGroupShards
+from malmen.shards import ProcessGroupShards, Shards
 
 
 class Progress(NamedTuple):
@@ -87,7 +87,7 @@ class HypernetActor:
 
     def leave(self) -> None:
         """Leave the process group. That closes the connections, so peers that wait for this actor fail at once."""
-        self.generation, self.editor.shards = None, Alone()
+        self.generation, self.editor.shards = None, Shards()
         if dist.is_initialized():
             dist.destroy_process_group()
         self._store = None

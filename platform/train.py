@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from malmen.config import Config, absolute_paths
-from malmen.data.sampling import check_held_out, data_fingerprint
+from malmen.data.splits import check_held_out, data_fingerprint
 from malmen.errors import EditError, RunStopped
 from malmen.lm.layers import LayerSpec, find_layers
 from malmen.lm.model import load_skeleton
@@ -35,7 +35,7 @@ from malmen.platform.places import check_lasting, in_ray_job
 from malmen.platform.tracking.registry import RegisteredEditor, describe_checkpoint
 from malmen.platform.tracking.tracker import Tracker
 from malmen.platform.train_loop import LoopSettings
-from malmen.runs.checkpoint_files import read_state
+from malmen.runs.checkpoint_lookup import read_state
 from malmen.runs.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)

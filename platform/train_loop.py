@@ -14,7 +14,7 @@ import torch
 from ray.train import get_context
 
 from malmen.config import Config
-from malmen.data.sampling import check_facts, shared_facts, validation_records
+from malmen.data.splits import check_encodable, shared_facts, validation_records
 from malmen.errors import EditError, wrong_base_model
 from malmen.lm.devices import peak_memory_mb
 from malmen.lm.trace import Traces
@@ -35,7 +35,7 @@ from malmen.platform.lm_worker import LMWorker
 from malmen.platform.meta_step import meta_step
 from malmen.platform.places import check_shared
 from malmen.runs.checkpoint import add_scores
-from malmen.runs.checkpoint_files import latest_checkpoint, read_state
+from malmen.runs.checkpoint_lookup import latest_checkpoint, read_state
 from malmen.runs.storage import RunStore
 from malmen.training import check_enough
 
@@ -84,7 +84,7 @@ class Rank:
         self.records = check_enough(
             validation_records(loop.config), self.training.eval_edits or self.training.num_edits
         )
-        check_facts(worker.encoder, self.records)
+        check_encodable(worker.encoder, self.records)
         if shared := shared_facts(loop.config, worker.sampler.records(0), self.records):
             self._post(Remark(shared))
 
@@ -193,7 +193,7 @@ class Rank:
     def _evaluate(self) -> dict[str, Any]:
         facts = [self.worker.encoder.encode(record.edit) for record in self.records]
         self.worker.note("tracing held-out edits")
-        traces = self.worker.trace(facts, role="evaluation")
+        traces = self.worker.trace(facts, cached=False)
         with self.worker.together("sending held-out traces"):
             self.group.put_traces(None, self.worker.world_rank, traces)
         with self.worker.together("waiting for the shifts of held-out edits"):
