@@ -12,7 +12,7 @@ import typer
 
 from malmen.errors import EditError
 from malmen.platform.cli.options import AsJson, RunByDefault
-from malmen.runs.checkpoint_files import BEST
+from malmen.runs.checkpoint_lookup import BEST
 
 if TYPE_CHECKING:
     from malmen.serve.settings import ServeConfig

@@ -1,4 +1,4 @@
-"""What a computation holds and executes, counted while it is rehearsed on torch's meta device: shapes without numbers.
+"""The memory and the operations of a computation, counted while it runs on torch's meta device: shapes without numbers.
 
 The code that is rehearsed is the code that will run, so the plan cannot drift away from it.
 """
@@ -26,32 +26,28 @@ HOARDED = 32 * 2**20  # glibc's largest mmap threshold: freed blocks up to it st
 _aten = torch.ops.aten
 _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
 _ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+_IN_PLACE = {_aten.addmm_: _aten.addmm, _aten.baddbmm_: _aten.baddbmm}  # products that torch's registry does not know
 
 
 @dataclass
 class Cost:
-    """What is executed: products by type, and what all other operations read and write."""
+    """The work of a computation: matrix products by type, and what all other operations read and write."""
 
-    flops: Counter[torch.dtype] = field(default_factory=Counter)
-    touched: float = 0.0  # bytes
+    flops: Counter[torch.dtype] = field(default_factory=Counter)  # of matrix products
+    touched: float = 0.0  # bytes, by all other operations
     calls: float = 0.0  # operations
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(self.flops + other.flops, self.touched + other.touched, self.calls + other.calls)
 
-    def times(self, factor: float) -> Cost:
-        """The same work so often."""
-        flops = Counter({dtype: round(count * factor) for dtype, count in self.flops.items()})
-        return Cost(flops, self.touched * factor, self.calls * factor)
-
     @property
     def total_flops(self) -> int:
-        """Of all types."""
+        """The sum over all types."""
         return sum(self.flops.values())
 
 
 class Meter(TorchDispatchMode):
-    """Inside, bytes held by new tensors and their peak, and the cost of what is run. Older tensors do not count."""
+    """Counts, inside, the bytes of new tensors, their peak, and the cost of what runs; `known` tensors are free."""
 
     def __init__(self, *known: Tensor) -> None:
         super().__init__()
@@ -60,7 +56,7 @@ class Meter(TorchDispatchMode):
         self.cost = Cost()
         self.weight = 1.0  # how often what runs now would run
         self._live = WeakIdKeyDictionary()
-        self._known = {id(tensor): tensor for tensor in known}
+        self._known = known  # kept alive, so that no other tensor takes a place in `_live`
         for tensor in known:
             self._live[tensor.untyped_storage()] = 0
 
@@ -72,7 +68,7 @@ class Meter(TorchDispatchMode):
             return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         out = func(*args, **kwargs)
         if func is _aten.le.Tensor and out.is_meta and not out.shape:
-            return torch.zeros((), dtype=torch.bool)  # of pivots and noise: a healthy factor
+            return torch.zeros((), dtype=torch.bool)  # pivots above the noise: a healthy factor
         self._count(func, args, kwargs, out)
         return out
 
@@ -102,13 +98,13 @@ class Meter(TorchDispatchMode):
         self.peak, self.small_peak = max(self.peak, self.held), max(self.small_peak, self.small)
 
     @contextmanager
-    def stage(self, costs: dict[str, Cost], name: str, factor: float = 1.0) -> Iterator[None]:
-        """What runs inside costs so much, so often."""
+    def stage(self, costs: dict[str, Cost], name: str) -> Iterator[None]:
+        """What runs inside is added to the cost of a stage."""
         before, self.cost = self.cost, Cost()
         with self, Attention():
             yield
-        costs[name] = costs.get(name, Cost()) + self.cost.times(factor)
-        self.cost = before + self.cost
+        costs[name] = costs.get(name, Cost()) + self.cost
+        self.cost, self.weight = before + self.cost, 1.0
 
 
 class Attention(TorchFunctionMode):
@@ -133,7 +129,7 @@ def _attention(
 
 
 def _healthy(scalar: Tensor) -> bool | int | float:
-    """What a run without accidents would read: everything finite, nothing failed."""
+    """What a successful run reads: all numbers are finite, nothing has failed."""
     if scalar.dtype == torch.bool:
         return True
     return 1.0 if scalar.dtype.is_floating_point else 0
@@ -141,6 +137,7 @@ def _healthy(scalar: Tensor) -> bool | int | float:
 
 def _flops(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> float:
     packet = func.overloadpacket
+    packet = _IN_PLACE.get(packet, packet)
     if packet in flop_registry:
         return float(flop_registry[packet](*args, **kwargs, out_val=out))
     if packet is _aten.linalg_cholesky_ex:

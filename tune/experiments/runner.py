@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayError
 
 from malmen.config import Config, absolute_paths, load_config, parse_config
-from malmen.data.sampling import check_held_out, data_fingerprint, shared_facts, training_records, validation_records
+from malmen.data.splits import check_held_out, data_fingerprint, shared_facts, training_records, validation_records
 from malmen.errors import EditError, UsageError
 from malmen.platform.cli.options import resolve_config
 from malmen.platform.cluster import connected
@@ -32,7 +32,7 @@ from malmen.tune.experiments.work import do_cells
 _ABOUT = "experiment.json"
 # What may differ when a folder is gone on with: no number depends on it.
 _FREE = (
-    "experiment.cpus", "experiment.gpus", "experiment.settings", "experiment.recipes.", "experiment.config",
+    "experiment.cpus", "experiment.gpus", "experiment.settings", "experiment.recipes", "experiment.config",
     "experiment.seeds", "experiment.methods", "experiment.edits", "experiment.ablations", "experiment.ablation_edits",
     "experiment.rounds", "experiment.memory_edits",  # which cells there are
     "config.cluster.", "config.tracking.", "config.batch.", "config.baselines.memit.cache_dir",

@@ -14,11 +14,11 @@ from platform_runs import make_platform_config
 from tiny_models import tiny_lm
 from torch.testing import assert_close
 
-from malmen.data.sampling import validation_records
+from malmen.data.splits import validation_records
 from malmen.errors import EditError, UsageError
 from malmen.lm.model import load_lm
 from malmen.lm.overlay import edited
-from malmen.methods.ultraedit import SeenTokens, UltraEdit
+from malmen.methods.ultraedit import UltraEdit
 from malmen.training import make_editor
 from malmen.tune.experiments import work
 from malmen.tune.experiments.cells import Cell, Cells, cells_of, code_version
@@ -182,7 +182,7 @@ def test_a_folder_is_gone_on_with_by_more_seeds_or_recipes_but_not_by_changed_on
 def test_what_fails_is_kept_as_an_error_and_the_others_go_on(settings: ExperimentConfig, tmp_path: Path) -> None:
     variant = method_variant("ft", base_config(settings))
     work.do_cells(variant, 0, [Cell("ft", 0, 100_000), Cell("ft", 0, 2)], settings, tmp_path)
-    assert "100000 held-out edits were asked for" in Cells(tmp_path).get(Cell("ft", 0, 100_000))["error"]
+    assert "100000 held-out edits are needed" in Cells(tmp_path).get(Cell("ft", 0, 100_000))["error"]
     assert "scores" in Cells(tmp_path).get(Cell("ft", 0, 2))
     assert Cells(tmp_path).done(Cell("ft", 0, 2)) and not Cells(tmp_path).done(Cell("ft", 0, 100_000))  # tried again
 
@@ -282,11 +282,11 @@ def test_in_rounds_ultraedit_normalises_over_all_tokens_it_has_seen(settings: Ex
     config = base_config(settings)
     lm, facts = load_lm(config.model), [record.edit for record in validation_records(config)[:6]]
     found = work._in_rounds(Cell("ultraedit", 0, 6, 2, "again"), lm, UltraEdit(lm, config), facts)
-    seen, method = SeenTokens(), UltraEdit(lm, config)
-    first = method.edit(lm, facts[::2], seen).shifts
+    series = UltraEdit(lm, config).for_rounds()
+    first = series.edit(lm, facts[::2]).shifts
     with edited(lm, first):
-        second = method.edit(lm, facts[1::2], seen).shifts
-        fresh = method.edit(lm, facts[1::2], SeenTokens()).shifts
+        second = series.edit(lm, facts[1::2]).shifts
+        fresh = UltraEdit(lm, config).edit(lm, facts[1::2]).shifts
     for name, shift in found.items():
         assert_close(shift, first[name] + second[name])
     assert any(not torch.allclose(second[name], fresh[name]) for name in second)
