@@ -21,8 +21,7 @@ from malmen.platform.cli.method_options import check_method, load_method
 from malmen.tune.experiments.cells import Cells, cells_of
 from malmen.tune.experiments.findings import findings
 from malmen.tune.experiments.results import write_results
-from malmen.tune.experiments.runner import base_config
-from malmen.tune.experiments.settings import load_experiment
+from malmen.tune.experiments.settings import base_config, load_experiment
 from malmen.tune.experiments.variants import all_variants
 from malmen.tune.experiments.work import do_cells
 
