@@ -69,12 +69,6 @@ def finite(shifts: dict[str, Tensor]) -> dict[str, Tensor]:
     return shifts
 
 
-def token_residuals(keys: Tensor, shift: Tensor, value_diffs: Tensor) -> Tensor:
-    """r of each token, ‖Su − d‖ / ‖d‖ (§5.2): keys (tokens, key), shift (value, key), value_diffs (tokens, value)."""
-    missed = keys @ shift.T - value_diffs
-    return missed.norm(dim=-1) / value_diffs.norm(dim=-1).clamp(min=torch.finfo(value_diffs.dtype).tiny)
-
-
 def require_facts(facts: Sequence[Fact]) -> None:
     """EditError for an edit of nothing."""
     if not facts:

@@ -1,7 +1,7 @@
-"""Several editors that share the work of one: who has which tokens, and where they meet.
+"""Several editors that share the work of one: how the tokens are divided, and what the editors exchange.
 
-The work is divided by layer first, by tokens second. What each layer gives is a sum over its tokens, so
-shards meet in sums only: the normaliser's statistics, the normal equation, and the gradient of θ. After
+The work is divided by layer first, by tokens second. Every result of a layer is a sum over its tokens, so
+the editors exchange sums only: the normaliser's statistics, the normal equation, and the gradient of θ. After
 every step all editors hold the same θ, and θ itself never travels.
 """
 
@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import floor
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,14 +22,14 @@ from malmen.least_squares import DualSolution, NormalEquation, Pullback, Solutio
 
 @dataclass(frozen=True)
 class Share:
-    """A part of one layer's tokens: of every list of them, those between two fractions of its length."""
+    """A part of one layer's tokens: those between two fractions of the length of their list."""
 
     layer: str
     start: Fraction = Fraction(0)
     stop: Fraction = Fraction(1)
 
     def rows(self, count: int) -> slice:
-        """Its rows of a list of so many; the shares of a layer cover the list without overlap."""
+        """Its rows of a list of `count`; the shares of a layer cover the list without overlap."""
         return slice(floor(self.start * count), floor(self.stop * count))
 
 
@@ -49,61 +48,38 @@ def divide(layers: Sequence[str], editors: int) -> list[list[Share]]:
     return plan
 
 
-class Shards(Protocol):
-    """What an editor asks of the others."""
+def find_members(plan: Sequence[Sequence[Share]]) -> dict[str, list[int]]:
+    """By layer, the ranks of the editors that have tokens of it."""
+    members: dict[str, list[int]] = {}
+    for world_rank, shares in enumerate(plan):
+        for share in shares:
+            members.setdefault(share.layer, []).append(world_rank)
+    return members
+
+
+class Shards:
+    """What an editor asks of the editors that it shares the work with; as it is, there are none."""
 
     def gather_statistics(self, mine: Mapping[str, Statistics]) -> Iterable[tuple[str, Statistics]]:
-        """Everybody's statistics, by layer, in the same order everywhere."""
-
-    def solve(
-        self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float, preserved: Tensor | None
-    ) -> SolvedShard:
-        """S* for all tokens of the layer, given one's own; everybody knows the keys to preserve."""
-
-    def sum_shift(self, layer: str, shift: Tensor) -> Tensor:
-        """The sum of everybody's shift of the layer (MEND's way of merging)."""
-
-    def leads(self, layer: str) -> bool:
-        """Whether what must be added once for the layer is one's own to add."""
-
-    def sum_grads(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The sum of everybody's gradients, in place."""
-
-
-class SolvedShard(Protocol):
-    """A solution, seen from one's own tokens."""
-
-    @property
-    def shift(self) -> Tensor:
-        """S* (value, key)."""
-
-    def pull_back(self, shift_grad: Tensor, keys: Tensor) -> Pullback:
-        """How a gradient of S* reaches one's own tokens, whose keys are given."""
-
-
-class Alone:
-    """One editor that has all tokens of all layers."""
-
-    def gather_statistics(self, mine: Mapping[str, Statistics]) -> Iterable[tuple[str, Statistics]]:
-        """One's own."""
+        """The statistics of all editors, by layer, in the same order everywhere."""
         return mine.items()
 
     def solve(
         self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float, preserved: Tensor | None
-    ) -> Solution:
-        """The least-squares problem as it is."""
+    ) -> SolvedShard:
+        """S* for all tokens of the layer, given this editor's; all editors know the keys to preserve."""
         return solve_least_squares(keys, value_diffs, damping, preserved)
 
     def sum_shift(self, layer: str, shift: Tensor) -> Tensor:
-        """One's own."""
+        """The sum of all editors' shifts of the layer (MEND's way of merging)."""
         return shift
 
     def leads(self, layer: str) -> bool:
-        """There is nobody else."""
+        """Whether what must be added once for the layer is this editor's to add."""
         return True
 
     def sum_grads(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Nothing to add."""
+        """The sum of all editors' gradients, in place."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +88,7 @@ class PartOfDual:
 
     solution: DualSolution
     all_keys: Tensor  # (all tokens, key)
-    rows: slice  # one's own
+    rows: slice  # this editor's
 
     @property
     def shift(self) -> Tensor:
@@ -120,34 +96,32 @@ class PartOfDual:
         return self.solution.shift
 
     def pull_back(self, shift_grad: Tensor, _keys: Tensor) -> Pullback:
-        """∇_D L of one's own tokens; dL/dλ of all."""
-        whole = self.solution.pull_back(shift_grad, self.all_keys)
-        assert whole.diffs_grad is not None
-        return replace(whole, diffs_grad=whole.diffs_grad[self.rows])
+        """∇_D L of this editor's tokens; dL/dλ of all."""
+        pullback = self.solution.pull_back(shift_grad, self.all_keys)
+        assert pullback.diffs_grad is not None
+        return replace(pullback, diffs_grad=pullback.diffs_grad[self.rows])
 
 
-class ProcessGroupShards:
+SolvedShard = Solution | PartOfDual  # a solution, seen from the tokens of one editor
+
+
+class ProcessGroupShards(Shards):
     """Editors in processes of their own, one for each rank of torch's default process group."""
 
     def __init__(self, layer_features: Mapping[str, int]) -> None:
         self.features = dict(layer_features)  # key + value size by layer
         self.world_rank = dist.get_rank()
-        plan = divide(list(self.features), dist.get_world_size())
-        self.members = {
-            layer: [rank for rank, shares in enumerate(plan) if any(share.layer == layer for share in shares)]
-            for layer in self.features
-        }
+        self.members = find_members(divide(list(self.features), dist.get_world_size()))
         self.groups = {layer: dist.new_group(ranks) for layer, ranks in self.members.items() if len(ranks) > 1}
 
     def gather_statistics(self, mine: Mapping[str, Statistics]) -> Iterable[tuple[str, Statistics]]:
-        """Everybody's, by layer and rank."""
+        """By layer, then by rank."""
         like = next(iter(mine.values())).mean
         flat = torch.cat([_flatten(mine.get(layer), size, like) for layer, size in self.features.items()])
-        everybody = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-        dist.all_gather(everybody, flat)
+        received = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+        dist.all_gather(received, flat)
         sizes = [1 + 2 * size for size in self.features.values()]
-        for parts in zip(self.features, *(one.split(sizes) for one in everybody), strict=True):
-            layer, vectors = parts[0], parts[1:]
+        for layer, *vectors in zip(self.features, *(vector.split(sizes) for vector in received), strict=True):
             for vector in vectors:
                 count, mean, squares = vector.split((1, self.features[layer], self.features[layer]))
                 yield layer, Statistics(count[0], mean, squares)
@@ -156,58 +130,61 @@ class ProcessGroupShards:
         self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float, preserved: Tensor | None
     ) -> SolvedShard:
         """By rows where there are few, else by the sums of the normal equation."""
-        if layer not in self.groups:
+        if len(self.members[layer]) == 1:
             return solve_least_squares(keys, value_diffs, damping, preserved)
-        group = self.groups[layer]
-        counts = self._counts(layer, len(keys))
+        counts = self.count_tokens(layer, len(keys))
         if is_dual(sum(counts), keys.shape[1], preserved is not None):  # then (tokens, key) is less to send
-            all_keys, all_diffs = _gather_rows(keys, counts, group), _gather_rows(value_diffs, counts, group)
+            all_keys, all_diffs = (self.gather_rows(layer, rows, counts) for rows in (keys, value_diffs))
             first = sum(counts[: self.members[layer].index(self.world_rank)])
             solution = DualSolution.of(all_keys, all_diffs, damping)
             return PartOfDual(solution, all_keys, slice(first, first + len(keys)))
         equation = NormalEquation.of(keys, value_diffs)
-        dist.all_reduce(equation.gram, group=group)
-        dist.all_reduce(equation.cross, group=group)
+        self.sum_tensor(layer, equation.gram)
+        self.sum_tensor(layer, equation.cross)
         return equation.solve(damping, preserved)
 
     def sum_shift(self, layer: str, shift: Tensor) -> Tensor:
-        """Over those who have tokens of the layer."""
-        if layer in self.groups:
-            dist.all_reduce(shift, group=self.groups[layer])
+        """Over the members of the layer."""
+        if len(self.members[layer]) > 1:
+            self.sum_tensor(layer, shift)
         return shift
 
     def leads(self, layer: str) -> bool:
-        """The first of those who have tokens of the layer."""
+        """True for the first member of the layer."""
         return self.members[layer][0] == self.world_rank
 
     def sum_grads(self, parameters: Iterable[nn.Parameter]) -> None:
-        """One sum for each parameter; who had nothing to do adds zero."""
+        """One sum for each parameter; an editor without a gradient adds zero."""
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)
 
-    def _counts(self, layer: str, mine: int) -> list[int]:
-        count = torch.tensor([mine], device=_collective_device())
+    # --- the transport among the members of a layer; `malmen plan` overrides it -----------------------------
+
+    def count_tokens(self, layer: str, mine: int) -> list[int]:
+        """How many tokens of the layer each member has."""
+        device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+        count = torch.tensor([mine], device=device)
         counts = [torch.empty_like(count) for _ in self.members[layer]]
         dist.all_gather(counts, count, group=self.groups[layer])
-        return [int(one) for one in counts]
+        return [int(member_count) for member_count in counts]
+
+    def gather_rows(self, layer: str, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """The rows of all members (all tokens, size), in their order; padded on the way, because collectives want equal
+        shapes."""
+        padded = rows.new_zeros(max(counts), rows.shape[1])
+        padded[: len(rows)] = rows
+        received = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(received, padded, group=self.groups[layer])
+        return torch.cat([part[:count] for part, count in zip(received, counts, strict=True)])
+
+    def sum_tensor(self, layer: str, tensor: Tensor) -> None:
+        """The sum over all members, in place."""
+        dist.all_reduce(tensor, group=self.groups[layer])
 
 
 def _flatten(statistics: Statistics | None, size: int, like: Tensor) -> Tensor:
     if statistics is None:
         return like.new_zeros(1 + 2 * size)
     return torch.cat((statistics.count[None], statistics.mean, statistics.squares))
-
-
-def _gather_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Everybody's rows, one after the other; padded for the journey, because collectives want equal shapes."""
-    padded = rows.new_zeros(max(counts), rows.shape[1])
-    padded[: len(rows)] = rows
-    everybody = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(everybody, padded, group=group)
-    return torch.cat([one[:count] for one, count in zip(everybody, counts, strict=True)])
-
-
-def _collective_device() -> torch.device:
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

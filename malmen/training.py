@@ -11,7 +11,7 @@ from typing import Any
 
 from malmen.config import Config, TrainingConfig
 from malmen.data.records import EditRecord, compatible_records
-from malmen.data.sampling import Sampler, preserved_facts
+from malmen.data.sampling import Sampler
 from malmen.data.splits import (
     check_encodable,
     check_held_out,
@@ -25,9 +25,9 @@ from malmen.edit_method import EditMethod
 from malmen.editor import Editor, seeded_editor
 from malmen.errors import EditError
 from malmen.evaluate import Evaluation, evaluate
-from malmen.lm.key_moments import KeySums, layers_at_once
 from malmen.lm.layers import find_layers
-from malmen.lm.model import LanguageModel, encode_batches, fact_encoder, load_lm
+from malmen.lm.model import LanguageModel, fact_encoder, load_lm
+from malmen.lm_side import LMSide
 from malmen.meta import StepReport, meta_step
 from malmen.runs.checkpoint import add_scores, load_editor, save_checkpoint
 from malmen.runs.checkpoint_lookup import read_state
@@ -56,7 +56,7 @@ def train(
     on_step: Callable[[int, StepReport], None] | None = None,
     on_evaluation: Callable[[int, dict[str, Any]], None] | None = None,
 ) -> TrainingRun:
-    """Train an editor into `folder`; an unfinished run of the same config there is gone on with, to the same θ."""
+    """Train an editor into `folder`. An unfinished run of the same config there is resumed, to the same θ."""
     start = time.perf_counter()
     check_held_out(config)
     opened = RunFolder.open(folder, config, resume=resume)
@@ -66,9 +66,9 @@ def train(
     sampler = Sampler(config, fact_encoder(lm, config.data), training_records(config))
     records = validation_records(config)
     sampler.check_lengths()
-    asked = check_enough(records, config.training.eval_edits or config.training.num_edits)
-    check_encodable(sampler.encoder, asked)
-    if shared := shared_facts(config, sampler.records(0), asked):
+    held_out = check_enough(records, config.training.eval_edits or config.training.num_edits)
+    check_encodable(sampler.encoder, held_out)
+    if shared := shared_facts(config, sampler.records(0), held_out):
         log.warning(shared)
     editor = (
         make_editor(lm, config) if opened.checkpoint is None else load_editor(opened.checkpoint, lm, optimizer=True)
@@ -108,22 +108,17 @@ def train(
 
 
 def _is_measured(training: TrainingConfig, step: int) -> bool:
-    """Whether held-out records are edited after this step. The last one is for the caller to measure."""
+    """Whether held-out records are evaluated after this step; after the last one the caller does it."""
     return bool(training.eval_every and step % training.eval_every == 0 and 0 < step < training.steps)
 
 
 def make_editor(lm: LanguageModel, config: Config) -> Editor:
-    """A fresh editor, drawn from the config's seed; if keys are to be preserved, it knows them."""
+    """A fresh editor, drawn from the config's seed, with the keys that it is to preserve, if any."""
     editor = seeded_editor(find_layers(lm.model, config.editor.layers, config.editor.ffn), config).to(lm.device)
     if config.editor.preserving:
-        facts = preserved_facts(config, training_records(config)(0))
-        log.info("reading %d texts whose keys are to be preserved", len(facts))
-        batches = encode_batches(lm, facts, config)
-        for part in layers_at_once(editor.layers):
-            sums = KeySums(lm, part)
-            for batch in batches:
-                sums.read(batch)
-            editor.preserve(sums.moments())
+        log.info("reading the texts whose keys are to be preserved")
+        for moments in LMSide(lm, editor.layers, config).preserved_moments(training_records(config)(0)):
+            editor.preserve(moments)
     return editor
 
 
@@ -136,10 +131,10 @@ def evaluate_editor(
     edits: int | None = None,
     generate: bool = True,
 ) -> Evaluation:
-    """Edit the first held-out records at once and measure."""
-    some = check_enough(records, edits or config.training.eval_edits or config.training.num_edits)
-    solved = editor.edit(lm, edits_of(some))
-    return evaluate(lm, some, solved.shifts, config, generate=generate, residual=solved.mean_residual())
+    """Edit the first held-out records all at once, and evaluate the edit."""
+    chosen = check_enough(records, edits or config.training.eval_edits or config.training.num_edits)
+    solved = editor.edit(lm, edits_of(chosen))
+    return evaluate(lm, chosen, solved.shifts, config, generate=generate, residual=solved.mean_residual())
 
 
 def evaluate_sets(
@@ -152,17 +147,15 @@ def evaluate_sets(
     edits: int,
     generate: bool = True,
 ) -> list[Evaluation]:
-    """Several disjoint sets of edits, each laid over the unedited model."""
+    """Evaluations of several disjoint sets of edits, each of the unedited model."""
     chosen = compatible_records(records, sets * edits)
     parts = [chosen[first * edits : (first + 1) * edits] for first in range(sets)]
     return [evaluate_editor(lm, editor, part, config, edits=edits, generate=generate) for part in parts]
 
 
 def check_enough(records: list[EditRecord], number: int) -> list[EditRecord]:
-    """The first so many different ones; EditError if there are fewer."""
-    some = compatible_records(records, number)
-    if len(some) < number:
-        raise EditError(
-            f"{number} held-out edits were asked for, but there are only {len(some)} different records to edit"
-        )
-    return some
+    """The first `number` records that edit different prompts; EditError if there are fewer."""
+    chosen = compatible_records(records, number)
+    if len(chosen) < number:
+        raise EditError(f"{number} held-out edits are needed, but only {len(chosen)} different records exist")
+    return chosen

@@ -208,7 +208,7 @@ class Rank:
     def _evaluate(self) -> dict[str, Any]:
         facts = [self.worker.encoder.encode(record.edit) for record in self.records]
         self.worker.note("tracing held-out edits")
-        traces = self.worker.trace(facts, role="evaluation")
+        traces = self.worker.trace(facts, cached=False)
         with self.worker.together("sending held-out traces"):
             self.group.put_traces(EVALUATION, self.worker.world_rank, traces)
         with self.worker.together("waiting for the shifts of held-out edits"):

@@ -17,9 +17,8 @@ import torch
 from malmen.config import Config
 from malmen.data.records import EditRecord, Fact, compatible_records, unrelated_to_all
 from malmen.data.splits import check_encodable
-from malmen.data.tokens import EncodedFact, FactEncoder
+from malmen.data.tokens import EncodedFact, FactEncoder, MetaBatch
 from malmen.errors import EditError, UsageError
-from malmen.meta import MetaBatch
 from malmen.runs.fact_cache import FactCache
 
 KINDS = ("edits", "equivalents", "unrelated")  # of a step's facts, as MetaBatch names them

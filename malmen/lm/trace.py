@@ -2,64 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from malmen.data.tokens import EncodedFact, TokenBatch
+from malmen.data.tokens import TokenBatch
+from malmen.lm.hooks import hooked
 from malmen.lm.layers import LayerSpec
 from malmen.lm.losses import nll
-from malmen.runs.fact_cache import FactCache
 
 if TYPE_CHECKING:
     from malmen.lm.model import LanguageModel
 
 
 class LayerTrace(NamedTuple):
-    """What one layer saw of the edits; rows are tokens."""
+    """Keys and value gradients of one layer; rows are tokens."""
 
     keys: Tensor  # u (tokens, key)
     value_grads: Tensor  # ∇_v L (tokens, value)
 
 
 Traces = dict[str, LayerTrace]
-Cut = Callable[[Sequence[EncodedFact]], Sequence[TokenBatch]]  # facts to micro-batches
-
-
-def trace_facts(
-    lm: LanguageModel, layers: Sequence[LayerSpec], facts: Sequence[EncodedFact], tokens: str, cut: Cut,
-    cache: FactCache | None = None,
-) -> Traces:  # fmt: skip
-    """The traces of these facts, in their order; what the cache knows is not computed again."""
-    if cache is None:
-        return trace(lm, layers, cut(facts), tokens)
-    kinds = [kind for layer in layers for kind in _kinds(layer, tokens)]
-    known, fresh = cache.split(kinds, facts)
-    traced = trace(lm, layers, cut([fact for _, fact in fresh]), tokens)
-    rows: dict[int, dict[str, Tensor]] = {
-        place: {kind: cache.get(kind, fact).to(lm.device) for kind in kinds} for place, fact in known
-    }
-    for layer in layers:
-        counts = [fact.num_traced(layer.stack, tokens) for _, fact in fresh]
-        for kind, found in zip(_kinds(layer, tokens), traced[layer.name], strict=True):
-            for (place, _), part in zip(fresh, found.split(counts), strict=True):
-                rows.setdefault(place, {})[kind] = part
-    for place, fact in fresh:
-        cache.put(fact, rows[place])
-    return {layer.name: _gather(rows, _kinds(layer, tokens), traced[layer.name]) for layer in layers}
-
-
-def _kinds(layer: LayerSpec, tokens: str) -> tuple[str, str]:
-    """The names of a layer's keys and value gradients in the cache."""
-    return f"keys/{tokens}/{layer.name}", f"value_grads/{tokens}/{layer.name}"
-
-
-def _gather(rows: dict[int, dict[str, Tensor]], kinds: tuple[str, str], empty: LayerTrace) -> LayerTrace:
-    if not rows:
-        return empty
-    return LayerTrace(*(torch.cat([rows[place][kind] for place in sorted(rows)]) for kind in kinds))
 
 
 def trace(lm: LanguageModel, layers: Sequence[LayerSpec], batches: Iterable[TokenBatch], tokens: str) -> Traces:
@@ -72,9 +37,9 @@ def trace(lm: LanguageModel, layers: Sequence[LayerSpec], batches: Iterable[Toke
     parts: dict[str, list[tuple[LayerTrace, Tensor]]] = {layer.name: [] for layer in layers}
     for batch in batches:
         batch = batch.to(lm.device)
-        traced = _trace_batch(lm, layers, batch, tokens)
-        for layer, found in zip(layers, traced if batch.counts else (), strict=batch.counts):
-            parts[layer.name].append((found, batch.fact_of(batch.traced_mask(layer.stack, tokens))))
+        traces = _trace_batch(lm, layers, batch, tokens)
+        for layer, part in zip(layers, traces if batch.counts else (), strict=batch.counts):
+            parts[layer.name].append((part, batch.fact_of(batch.traced_mask(layer.stack, tokens))))
     return {layer.name: _in_order(parts[layer.name]) if parts[layer.name] else _nothing(lm, layer) for layer in layers}
 
 
@@ -90,15 +55,9 @@ def _trace_batch(lm: LanguageModel, layers: Sequence[LayerSpec], batch: TokenBat
 
         return hook
 
-    handles = []
-    try:
-        for layer in layers:
-            handles.append(lm.model.get_submodule(layer.name).register_forward_hook(probe(layer.name)))
-        with torch.enable_grad():
-            edit_loss = nll(lm.log_probs(batch), batch.targets)
-    finally:
-        for handle in handles:
-            handle.remove()
+    hooks = [(lm.model.get_submodule(layer.name), probe(layer.name)) for layer in layers]
+    with hooked(hooks), torch.enable_grad():
+        edit_loss = nll(lm.log_probs(batch), batch.targets)
     grads = torch.autograd.grad(edit_loss, [probes[layer.name] for layer in layers])
     masks = [batch.traced_mask(layer.stack, tokens) for layer in layers]
     return [
@@ -108,15 +67,16 @@ def _trace_batch(lm: LanguageModel, layers: Sequence[LayerSpec], batch: TokenBat
 
 
 def rows_at(mask: Tensor, seen: Tensor) -> Tensor:
-    """What a layer saw at the True places of a mask (facts, length); OPT's FFN sees all facts' tokens in one row."""
+    """The rows of a layer's input or output at the True places of a mask (facts, length). OPT's FFN sees the tokens of
+    all facts in one row."""
     return seen.reshape(*mask.shape, seen.shape[-1])[mask.to(seen.device)]
 
 
 def _in_order(parts: list[tuple[LayerTrace, Tensor]]) -> LayerTrace:
     order = torch.cat([facts for _, facts in parts]).argsort(stable=True)
     return LayerTrace(
-        torch.cat([found.keys for found, _ in parts])[order],
-        torch.cat([found.value_grads for found, _ in parts])[order],
+        torch.cat([part.keys for part, _ in parts])[order],
+        torch.cat([part.value_grads for part, _ in parts])[order],
     )
 
 

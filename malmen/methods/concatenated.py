@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from malmen.data.tokens import make_batches
+from malmen.data.tokens import MetaBatch, make_batches
 from malmen.editor import Editor
 from malmen.errors import EditError
 from malmen.hypernet import HyperNetwork
@@ -20,7 +20,6 @@ from malmen.lm.losses import kl, nll
 from malmen.lm.model import LanguageModel
 from malmen.lm.overlay import edited
 from malmen.lm.trace import LayerTrace, trace
-from malmen.meta import MetaBatch
 
 
 def concatenated_backward(lm: LanguageModel, editor: Editor, batch: MetaBatch) -> None:

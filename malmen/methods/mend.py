@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from malmen.config import Config, parse_config, set_key
-from malmen.edit_method import token_residuals
 from malmen.editor import Editor
+from malmen.least_squares import token_residuals
 from malmen.lm.trace import Traces
 
 SETTINGS = {"aggregation": "sum", "tokens": "all"}  # the editor's

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from malmen.config import Config
 from malmen.data.records import Fact
-from malmen.edit_method import PlainEdit, UntrainedMethod, finite, require_facts, token_residuals
+from malmen.edit_method import PlainEdit, UntrainedMethod, finite, require_facts
 from malmen.errors import EditError
 from malmen.hypernet import RunningNorm, Statistics
-from malmen.least_squares import NormalEquation
+from malmen.least_squares import NormalEquation, token_residuals
 from malmen.lm.layers import find_layers
 from malmen.lm.model import LanguageModel, encode_batches
 from malmen.lm.trace import LayerTrace, trace

@@ -12,10 +12,11 @@ from tiny_models import Setup, make_setup, random_facts
 from torch import Tensor
 from torch.testing import assert_close
 
-from malmen.data.tokens import EncodedFact, make_batches
+from malmen.data.tokens import EncodedFact, MetaBatch, make_batches
 from malmen.errors import EditError
+from malmen.least_squares import NormalEquation
 from malmen.lm.trace import Traces, trace
-from malmen.meta import MetaBatch, meta_backward
+from malmen.lm_side import LMSide
 from malmen.methods.mend import SETTINGS as MEND
 
 pytestmark = pytest.mark.usefixtures("exact")
@@ -34,10 +35,8 @@ def staged_gradient(setup: Setup, batch: MetaBatch) -> tuple[dict[str, Tensor], 
     traces = trace(lm, editor.layers, make_batches(batch.edits, budget, 0), editor.config.editor.tokens)
     editor.observe(traces)
     solved = editor.solve(traces, training=True)
-    leaves = {name: shift.requires_grad_() for name, shift in solved.shifts.items()}
-    scales = (1 / len(batch.equivalents), 1 / len(batch.unrelated))
-    meta_backward(lm, editor.layers, leaves, batch, scales, 0.7, lambda facts: make_batches(facts, budget, 0), {})
-    editor.backward(solved, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None})
+    _, shift_grads = LMSide(lm, editor.layers, editor.config).meta_backward(0, batch, solved.shifts)
+    editor.backward(solved, shift_grads)
     grads = {name: value.grad for name, value in editor.named_parameters() if value.grad is not None}
     return {name: shift.detach() for name, shift in solved.shifts.items()}, grads
 
@@ -165,16 +164,20 @@ def test_adding_then_removing_facts_equals_never_having_added_them(kind: str) ->
     lm, editor, facts = setup.lm, setup.editor, random_facts(setup.lm, 9, 1)
     editor.observe(plain_traces(setup, facts))
     together, guests = (
-        editor.equations(trace(lm, editor.layers, make_batches(some, 40, 0), "answer")) for some in (facts, facts[4:])
+        {
+            name: NormalEquation.of(*targets)
+            for name, targets in editor.layer_targets(
+                trace(lm, editor.layers, make_batches(some, 40, 0), "answer")
+            ).items()
+        }
+        for some in (facts, facts[4:])
     )
     never = editor.solve(plain_traces(setup, facts[:4])).shifts
     back = {name: together[name] - guests[name] for name in together}
-    for name, shift in editor.solve_equations(back).items():
-        assert_close(shift, never[name], rtol=1e-9, atol=1e-10)  # a difference of sums loses some digits
+    assert_close(editor.solve_equations(back), never, rtol=1e-9, atol=1e-10)  # a difference of sums loses some digits
     again = {name: back[name] + guests[name] for name in back}
     everything = editor.solve(plain_traces(setup, facts)).shifts
-    for name, shift in editor.solve_equations(again).items():
-        assert_close(shift, everything[name], rtol=1e-9, atol=1e-10)
+    assert_close(editor.solve_equations(again), everything, rtol=1e-9, atol=1e-10)
 
 
 def test_an_editor_that_was_not_told_which_keys_to_preserve_says_so() -> None:
@@ -186,7 +189,7 @@ def test_an_editor_that_was_not_told_which_keys_to_preserve_says_so() -> None:
         setup.editor.preserve({last.name: torch.full((last.key_size, last.key_size), torch.nan)})
     (net,) = setup.editor.nets.values()
     net.moments[1] = torch.nan  # as it is made
-    with pytest.raises(EditError, match=r"layer transformer\.h\.2.*preserved_weight is 2, .* not told which keys"):
+    with pytest.raises(EditError, match=r"layer transformer\.h\.2.*preserved_weight is 2, .* has no keys to preserve"):
         setup.editor.solve(traces)
 
 
