@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import malmen
-from malmen.methods.registry import METHODS
+from malmen.config import Config
 from malmen.runs.files import atomic_file
-from malmen.tune.experiments.settings import ExperimentConfig
-from malmen.tune.experiments.variants import Variant, round_methods
+from malmen.tune.experiments.settings import KINDS, ExperimentConfig
+from malmen.tune.experiments.variants import Variant, rows_of
 
 MEMORY = "memory.json"  # the only file of `cells` with a list: measurements of memory
 
@@ -34,6 +34,23 @@ class Cell:
         """The name of its file."""
         rest = "" if self.rounds == 1 else f"-{self.rounds}-{self.way}"
         return f"{self.variant}-seed{self.seed}-{self.edits}{rest}.json"
+
+
+@dataclass(frozen=True)
+class Group:
+    """The cells of one variant and seed; they share an editor."""
+
+    variant: Variant
+    seed: int
+    cells: tuple[Cell, ...]
+
+    @property
+    def editor(self) -> str | None:
+        """The name of its editor's folder; None if it has none."""
+        return self.variant.run_name(self.seed) if self.variant.trained else None
+
+    def __str__(self) -> str:
+        return f"{self.variant.label()}, seed {self.seed}"
 
 
 class Cells:
@@ -83,22 +100,14 @@ def source_hash(rooms: Sequence[Path]) -> str:
     return digest.hexdigest()[:12]
 
 
-def cells_of(variant: Variant, seed: int, settings: ExperimentConfig, kinds: set[str]) -> Iterator[Cell]:
-    """The cells of a variant that these experiments need, the quickest first."""
-    numbers: set[int] = set()
-    if variant.name in settings.methods and kinds & {"scaling", "failures"}:
-        numbers |= set(settings.edits)
-    if variant.name in ("squares_answer", "sum_answer") and "cancellation" in kinds:
-        numbers |= set(settings.edits)
-    if "ablation" in kinds and (variant.name == "malmen" or variant.name in settings.ablations):
-        numbers.add(settings.ablation_edits)
-    if "recipes" in kinds and (variant.name == "malmen" or variant.name in settings.recipes):
-        numbers |= set(settings.edits)
-    in_rounds = "rounds" in kinds and variant.name in round_methods(settings)
-    if in_rounds:
-        numbers.add(settings.ablation_edits)
-    for number in sorted(numbers):
-        yield Cell(variant.name, seed, number)
-    if in_rounds:
-        for way in METHODS[variant.name].rounds:
-            yield Cell(variant.name, seed, settings.ablation_edits, settings.rounds, way)
+def groups_of(settings: ExperimentConfig, config: Config, kinds: Collection[str]) -> list[Group]:
+    """The cells that these experiments need, by variant and seed; in each group the quickest first."""
+    rows = [row for kind in KINDS if kind in kinds for row in rows_of(kind, settings, config)]
+    variants = {row.variant.name: row.variant for row in rows}
+    groups = []
+    for name, variant in variants.items():
+        for seed in settings.seeds:
+            needed = [Cell(name, seed, row.edits, row.rounds, row.way) for row in rows if row.variant.name == name]
+            cells = sorted(dict.fromkeys(needed), key=lambda cell: (cell.rounds, cell.edits))
+            groups.append(Group(variant, seed, tuple(cells)))
+    return groups

@@ -17,7 +17,7 @@ from malmen.tune.experiments.cells import MEMORY, Cell, Cells
 from malmen.tune.experiments.figures import draw
 from malmen.tune.experiments.memory import WAYS
 from malmen.tune.experiments.settings import ExperimentConfig
-from malmen.tune.experiments.variants import Variant, ablation, cancelling, method_variant, recipe, round_methods
+from malmen.tune.experiments.variants import rows_of
 
 NUMBERS = (
     *(metric.name + counted for counted in (BY_TOKENS, GENERATED, ENDED, BEFORE) for metric in METRICS),
@@ -33,7 +33,7 @@ def write_results(settings: ExperimentConfig, config: Config, folder: Path, kind
     written = []
     for kind in sorted(kinds):
         about = {"experiment": kind, "model": config.model.name, "seeds": settings.seeds}
-        result = {**about, **_MAKERS[kind](settings, config, Cells(folder))}
+        result = {**about, **_result(kind, settings, config, Cells(folder))}
         path = folder / "results" / f"{kind}.json"
         atomic_file(path, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
         draw(result, path.parent)
@@ -61,47 +61,21 @@ def spread(values: Sequence[float | None]) -> dict[str, Any] | None:
     return {"mean": statistics.fmean(finite), "deviation": deviation, "values": finite}
 
 
-def _row(store: Cells, variant: Variant, settings: ExperimentConfig, edits: int, **more: Any) -> dict[str, Any]:
-    cells = [store.get(Cell(variant.name, seed, edits, **more)) for seed in settings.seeds]
-    measured = [cell for cell in cells if cell is not None]
-    return {"variant": variant.name, "label": variant.label(), "edits": edits, **summary(measured)}
-
-
-def _by_edits(settings: ExperimentConfig, variants: Iterable[Variant], store: Cells) -> dict[str, Any]:
-    return {"rows": [_row(store, variant, settings, edits) for variant in variants for edits in settings.edits]}
-
-
-def _scaling(settings: ExperimentConfig, config: Config, store: Cells) -> dict[str, Any]:
-    return _by_edits(settings, [method_variant(name, config) for name in settings.methods], store)
-
-
-def _ablation(settings: ExperimentConfig, config: Config, store: Cells) -> dict[str, Any]:
-    variants = [*(ablation(name, config) for name in settings.ablations), method_variant("malmen", config)]
-    return {"rows": [_row(store, variant, settings, settings.ablation_edits) for variant in variants]}
-
-
-def _cancellation(settings: ExperimentConfig, config: Config, store: Cells) -> dict[str, Any]:
-    return _by_edits(settings, cancelling(config), store)
-
-
-def _recipes(settings: ExperimentConfig, config: Config, store: Cells) -> dict[str, Any]:
-    variants = [method_variant("malmen", config), *(recipe(name, settings, config) for name in settings.recipes)]
-    rows = [_row(store, variant, settings, edits) for edits in settings.edits for variant in variants]
-    return {"rows": rows, "recipes": settings.recipes}
-
-
-def _rounds(settings: ExperimentConfig, config: Config, store: Cells) -> dict[str, Any]:
+def _result(kind: str, settings: ExperimentConfig, config: Config, store: Cells) -> dict[str, Any]:
+    if kind == "memory":
+        return _memory(settings, store)
+    if kind == "failures":
+        return _failures(settings, store)
     rows = []
-    for name in round_methods(settings):
-        variant = method_variant(name, config)
-        rows.append({**_row(store, variant, settings, settings.ablation_edits), "rounds": 1, "way": "at once"})
-        for way in METHODS[name].rounds:
-            row = _row(store, variant, settings, settings.ablation_edits, rounds=settings.rounds, way=way)
-            rows.append({**row, "rounds": settings.rounds, "way": way})
-    return {"rows": rows}
+    for row in rows_of(kind, settings, config):
+        cells = [store.get(Cell(row.variant.name, seed, row.edits, row.rounds, row.way)) for seed in settings.seeds]
+        about = {"variant": row.variant.name, "label": row.variant.label(), "edits": row.edits}
+        in_rounds = {"rounds": row.rounds, "way": row.way} if kind == "rounds" else {}
+        rows.append({**about, **summary([cell for cell in cells if cell is not None]), **in_rounds})
+    return {"rows": rows, **({"recipes": settings.recipes} if kind == "recipes" else {})}
 
 
-def _memory(settings: ExperimentConfig, config: Config, store: Cells) -> dict[str, Any]:
+def _memory(settings: ExperimentConfig, store: Cells) -> dict[str, Any]:
     path = store.folder / "cells" / MEMORY
     measured = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     rows = []
@@ -125,22 +99,11 @@ def memory_summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _failures(settings: ExperimentConfig, config: Config, store: Cells) -> dict[str, Any]:
+def _failures(settings: ExperimentConfig, store: Cells) -> dict[str, Any]:
     """The failures of the first seed, at the largest number of edits."""
     rows = []
     for name in settings.methods:
         cell = store.get(Cell(name, settings.seeds[0], max(settings.edits)))
-        label = method_variant(name, config).label()
+        label = METHODS[name].label
         rows += [{"variant": name, "label": label, **row} for row in (cell or {}).get("failures", [])]
     return {"edits": max(settings.edits), "rows": rows}
-
-
-_MAKERS = {
-    "scaling": _scaling,
-    "ablation": _ablation,
-    "cancellation": _cancellation,
-    "rounds": _rounds,
-    "memory": _memory,
-    "failures": _failures,
-    "recipes": _recipes,
-}

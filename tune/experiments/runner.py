@@ -20,12 +20,11 @@ from malmen.platform.cluster import connected
 from malmen.platform.tracking.tracker import Tracker
 from malmen.runs.files import atomic_file, exclusive_folder
 from malmen.training import check_enough
-from malmen.tune.experiments.cells import MEMORY, Cell, Cells, cells_of, code_version
+from malmen.tune.experiments.cells import MEMORY, Cells, Group, code_version, groups_of
 from malmen.tune.experiments.folder import begin_folder
 from malmen.tune.experiments.memory import WAYS, measure_memory
 from malmen.tune.experiments.results import write_results
 from malmen.tune.experiments.settings import KINDS, ExperimentConfig, base_config
-from malmen.tune.experiments.variants import Variant, all_variants
 from malmen.tune.experiments.work import do_cells
 
 
@@ -35,20 +34,6 @@ class ExperimentListener:
 
     progress: Callable[[int, int], None] = lambda done, total: None
     event: Callable[[str], None] = lambda text: None
-
-
-@dataclass(frozen=True)
-class Group:
-    """The cells of one variant and seed; they share an editor."""
-
-    variant: Variant
-    seed: int
-    cells: tuple[Cell, ...]
-
-    @property
-    def editor(self) -> str | None:
-        """The name of its editor's folder; None if it has none."""
-        return self.variant.run_name(self.seed) if self.variant.trained else None
 
 
 def run_experiments(
@@ -61,12 +46,7 @@ def run_experiments(
     config = base_config(settings)
     check_held_out(config)
     folder = out.absolute()
-    groups = [
-        Group(variant, seed, tuple(cells_of(variant, seed, settings, wanted)))
-        for variant in all_variants(settings, config, wanted)
-        for seed in settings.seeds
-    ]
-    groups = [group for group in groups if group.cells]
+    groups = groups_of(settings, config, wanted)
     for group in groups:
         needed = max(cell.edits for cell in group.cells)
         records = check_enough(validation_records(group.variant.seeded(group.seed)), needed)
@@ -113,19 +93,18 @@ def _run_groups(
         while queue or running:
             for group in _startable(queue, list(running.values())):
                 queue.remove(group)
-                reference = task.remote(group.variant, group.seed, group.cells, settings, folder)
-                running[reference] = group
+                running[task.remote(group, settings, folder)] = group
             ended, _ = ray.wait(list(running), num_returns=1, timeout=2)
             for reference in ended:
                 group = running.pop(reference)
                 try:
                     ray.get(reference)
                 except RayError as error:
-                    losses.append(f"{group.variant.label()}, seed {group.seed}: {last_line(error)}")
+                    losses.append(f"{group}: {last_line(error)}")
                     for cell in group.cells:
                         if store.get(cell) is None:
                             store.put(cell, {"error": losses[-1]})
-                listener.event(f"{group.variant.label()}, seed {group.seed}: ended")
+                listener.event(f"{group}: ended")
             listener.progress(sum(map(store.done, cells)), len(cells))
     return losses
 

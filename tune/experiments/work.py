@@ -30,25 +30,24 @@ from malmen.runs.checkpoint import load_editor
 from malmen.runs.checkpoint_lookup import read_state
 from malmen.runs.files import atomic_file
 from malmen.training import check_enough, train
-from malmen.tune.experiments.cells import Cell, Cells
+from malmen.tune.experiments.cells import Cell, Cells, Group
 from malmen.tune.experiments.folder import check_base_model
 from malmen.tune.experiments.settings import ExperimentConfig
-from malmen.tune.experiments.variants import Variant
 
 _FAILURES = {"edit": "the edit", "equivalent": "the rephrasing", "unrelated": "an unrelated answer"}  # by kind of fact
 
 
-def do_cells(variant: Variant, seed: int, cells: Sequence[Cell], settings: ExperimentConfig, folder: Path) -> None:
+def do_cells(group: Group, settings: ExperimentConfig, folder: Path) -> None:
     """Measure the cells that are not measured yet; a failure is stored as an error, and the others continue."""
     store = Cells(folder)
-    waiting = [cell for cell in cells if not store.done(cell)]
+    waiting = [cell for cell in group.cells if not store.done(cell)]
     if not waiting:
         return
-    config = variant.seeded(seed)
+    variant, config = group.variant, group.variant.seeded(group.seed)
     lm = load_lm(on_own_device(config.model))
     check_base_model(lm, folder)
     try:
-        method, costs = ready_method(variant, seed, lm, folder)
+        method, costs = ready_method(group, lm, folder)
     except EditError as error:  # e.g. an equation that has no solution without regularisation
         for cell in waiting:
             store.put(cell, {"error": str(error)})
@@ -62,14 +61,14 @@ def do_cells(variant: Variant, seed: int, cells: Sequence[Cell], settings: Exper
             store.put(cell, {"error": str(error)})
 
 
-def ready_method(variant: Variant, seed: int, lm: LanguageModel, folder: Path) -> tuple[EditMethod, dict[str, Any]]:
+def ready_method(group: Group, lm: LanguageModel, folder: Path) -> tuple[EditMethod, dict[str, Any]]:
     """The method, trained if it needs to be, and the `training_seconds` that it took."""
-    config = variant.seeded(seed)
-    entry = METHODS.get(variant.name)
+    config = group.variant.seeded(group.seed)
+    entry = METHODS.get(group.variant.name)
     if entry is not None and entry.make is not None:
         method = entry.make(lm, config)
         return method, {"training_seconds": method.prepare(lm)}
-    run_folder = folder / "editors" / variant.run_name(seed)
+    run_folder = folder / "editors" / group.variant.run_name(group.seed)
     file = run_folder.with_name(f"{run_folder.name}.json")
     if _is_trained(run_folder, config):  # by a variant with the same editor, or before this one was killed
         known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"training_seconds": None}

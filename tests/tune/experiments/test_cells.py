@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from malmen.tune.experiments.cells import Cell, Cells, cells_of, code_version, source_hash
+from malmen.tune.experiments.cells import Cell, Cells, code_version, groups_of, source_hash
 from malmen.tune.experiments.folder import begin_folder
 from malmen.tune.experiments.report import write_report
 from malmen.tune.experiments.settings import ExperimentConfig, base_config
-from malmen.tune.experiments.variants import all_variants, method_variant
+from malmen.tune.experiments.variants import method_variant
 
 
 def test_a_measurement_tells_whose_code_made_it(settings: ExperimentConfig, tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_an_editor_is_found_again_with_other_batches(settings: ExperimentConfig)
 def test_each_experiment_asks_only_for_what_it_needs(settings: ExperimentConfig) -> None:
     config = base_config(settings)
     wanted = {
-        kind: {variant.name for variant in all_variants(settings, config, {kind})}
+        kind: {group.variant.name for group in groups_of(settings, config, {kind})}
         for kind in ("scaling", "ablation", "cancellation", "rounds")
     }
     assert wanted["scaling"] == {"malmen", "mend", "ft", "memit", "ultraedit"}
@@ -43,7 +43,11 @@ def test_each_experiment_asks_only_for_what_it_needs(settings: ExperimentConfig)
         "sum_answer",
     }
     assert wanted["rounds"] == {"malmen", "ft", "ultraedit"}
-    cells = list(cells_of(method_variant("malmen", config), 0, settings, {"rounds"}))
+    (cells,) = (
+        group.cells
+        for group in groups_of(settings, config, {"rounds"})
+        if (group.variant.name, group.seed) == ("malmen", 0)
+    )
     assert [(cell.rounds, cell.way) for cell in cells] == [(1, "at once"), (2, "union"), (2, "again")]
 
 

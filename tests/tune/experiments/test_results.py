@@ -6,17 +6,16 @@ import json
 from pathlib import Path
 
 from malmen.tune.experiments import work
-from malmen.tune.experiments.cells import cells_of
+from malmen.tune.experiments.cells import groups_of
 from malmen.tune.experiments.results import write_results
 from malmen.tune.experiments.settings import ExperimentConfig, base_config
-from malmen.tune.experiments.variants import all_variants
 
 
 def test_recipes_stand_beside_malmen_as_it_is(settings: ExperimentConfig, tmp_path: Path) -> None:
     chosen = settings.model_copy(update={"seeds": [0], "recipes": {"less_damping": {"editor.damping": 0.01}}})
     config = base_config(chosen)
-    for variant in all_variants(chosen, config, {"recipes"}):
-        work.do_cells(variant, 0, list(cells_of(variant, 0, chosen, {"recipes"})), chosen, tmp_path)
+    for group in groups_of(chosen, config, {"recipes"}):
+        work.do_cells(group, chosen, tmp_path)
     (path,) = write_results(chosen, config, tmp_path, ["recipes"])
     found = json.loads(path.read_text())
     assert [(row["label"], row["edits"]) for row in found["rows"]] == [

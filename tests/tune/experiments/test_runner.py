@@ -11,10 +11,10 @@ import pytest
 
 from malmen.errors import EditError, UsageError
 from malmen.tune.experiments import work
+from malmen.tune.experiments.cells import Group
 from malmen.tune.experiments.report import write_report
 from malmen.tune.experiments.runner import ExperimentListener, run_experiments
 from malmen.tune.experiments.settings import ExperimentConfig
-from malmen.tune.experiments.variants import Variant
 
 
 @pytest.mark.ray
@@ -65,10 +65,10 @@ def test_all_experiments_give_numbers_pictures_and_a_page_and_nothing_is_done_tw
 def test_a_task_that_is_lost_is_told_at_the_end_and_the_others_are_there(
     settings: ExperimentConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def dying(variant: Variant, *rest: Any) -> None:
-        if variant.name == "ultraedit":
+    def dying(group: Group, *rest: Any) -> None:
+        if group.variant.name == "ultraedit":
             raise RuntimeError("out of some memory")
-        work.do_cells(variant, *rest)
+        work.do_cells(group, *rest)
 
     monkeypatch.setattr("malmen.tune.experiments.runner.do_cells", dying)
     chosen = settings.model_copy(update={"methods": ["ft", "ultraedit"], "seeds": [0], "edits": [2]})

@@ -8,7 +8,7 @@ import pytest
 
 from malmen.errors import UsageError
 from malmen.tune.experiments.settings import base_config, load_experiment
-from malmen.tune.experiments.variants import ablation, all_variants, cancelling, method_variant
+from malmen.tune.experiments.variants import ablation, cancelling, method_variant, rows_of
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -16,7 +16,9 @@ Run = Callable[..., tuple[int, str, str]]
 def test_variants_differ_in_one_thing_and_those_that_do_not_share_an_editor() -> None:
     settings = load_experiment("world", [])
     config = base_config(settings)
-    found = {variant.name: variant for variant in all_variants(settings, config, {"scaling", "ablation"})}
+    found = {
+        row.variant.name: row.variant for kind in ("scaling", "ablation") for row in rows_of(kind, settings, config)
+    }
     assert found["sum"].run_name(0) != found["mend"].run_name(0)  # MEND traces all tokens
     assert found["sum"].run_name(0) == cancelling(config)[1].run_name(0)
     assert found["malmen"].run_name(0) == cancelling(config)[0].run_name(0)
@@ -30,7 +32,7 @@ def test_variants_differ_in_one_thing_and_those_that_do_not_share_an_editor() ->
 def test_a_recipe_is_malmen_with_these_settings_and_the_rest_as_it_was() -> None:
     settings = load_experiment("world", ["experiment.recipes={slower: {meta_lr: 0.5, training.warmup_steps: 3}}"])
     config = base_config(settings)
-    plain, slower = all_variants(settings, config, {"recipes"})
+    plain, slower = (row.variant for row in rows_of("recipes", settings, config)[:2])
     assert (plain.name, slower.name, slower.label()) == ("malmen", "slower", "slower")
     changed = config.training.model_copy(update={"meta_lr": 0.5, "warmup_steps": 3})
     assert slower.config == config.model_copy(update={"training": changed})
@@ -39,4 +41,4 @@ def test_a_recipe_is_malmen_with_these_settings_and_the_rest_as_it_was() -> None
 def test_a_recipe_with_an_unknown_setting_is_told_before_anything_runs() -> None:
     settings = load_experiment("world", ["experiment.recipes={odd: {training.metalr: 0.5}}"])
     with pytest.raises(UsageError, match=r"the recipe 'odd': unknown key 'training.metalr'"):
-        list(all_variants(settings, base_config(settings), {"recipes"}))
+        rows_of("recipes", settings, base_config(settings))

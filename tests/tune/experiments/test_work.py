@@ -17,10 +17,10 @@ from malmen.lm.overlay import edited
 from malmen.methods.ultraedit import UltraEdit
 from malmen.training import make_editor
 from malmen.tune.experiments import work
-from malmen.tune.experiments.cells import Cell, Cells
+from malmen.tune.experiments.cells import Cell, Cells, Group, groups_of
 from malmen.tune.experiments.results import write_results
 from malmen.tune.experiments.settings import ExperimentConfig, base_config
-from malmen.tune.experiments.variants import all_variants, method_variant
+from malmen.tune.experiments.variants import method_variant
 
 
 def test_a_cell_is_the_same_edit_made_by_hand(settings: ExperimentConfig, tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_a_cell_is_the_same_edit_made_by_hand(settings: ExperimentConfig, tmp_pa
     from malmen.training import check_enough
 
     variant = method_variant("ft", base_config(settings))
-    work.do_cells(variant, 1, [Cell("ft", 1, 4)], settings, tmp_path)
+    work.do_cells(Group(variant, 1, (Cell("ft", 1, 4),)), settings, tmp_path)
     found = Cells(tmp_path).get(Cell("ft", 1, 4))
     config = variant.seeded(1)
     lm, records = load_lm(config.model), check_enough(validation_records(config), 4)
@@ -47,8 +47,8 @@ def test_the_methods_are_compared_on_other_kinds_of_models_too(kind: str, tmp_pa
     chosen = ExperimentConfig(
         config=str(tmp_path / "config.yaml"), settings=layers, seeds=[0], edits=[4], generate=False
     )
-    for variant in all_variants(chosen, base_config(chosen), {"scaling"}):
-        work.do_cells(variant, 0, [Cell(variant.name, 0, 4)], chosen, tmp_path)
+    for group in groups_of(chosen, base_config(chosen), {"scaling"}):
+        work.do_cells(group, chosen, tmp_path)
     scaling, failures = write_results(chosen, base_config(chosen), tmp_path, ["scaling", "failures"])[::-1]
     rows = {row["variant"]: row for row in json.loads(scaling.read_text())["rows"]}
     assert {name for name, row in rows.items() if row["seeds"]} == {"malmen", "mend", "ft", "ultraedit"}
@@ -63,8 +63,9 @@ def test_a_recipe_is_measured_as_malmen_is_whatever_it_was_trained_with(
     chosen = settings.model_copy(
         update={"edits": [2], "recipes": {"as_it_is": {"batch.cache_mb": 7}, "ends": {"data.append_eos": True}}}
     )
-    for variant in all_variants(chosen, base_config(chosen), {"recipes"}):
-        work.do_cells(variant, 0, [Cell(variant.name, 0, 2)], chosen, tmp_path)
+    for group in groups_of(chosen, base_config(chosen), {"recipes"}):
+        if group.seed == 0:
+            work.do_cells(group, chosen, tmp_path)
     plain, same, ends = (Cells(tmp_path).get(Cell(name, 0, 2)) for name in ("malmen", "as_it_is", "ends"))
     assert plain is not None and same is not None and ends is not None
     assert plain["scores"] == same["scores"] != ends["scores"]
@@ -73,7 +74,7 @@ def test_a_recipe_is_measured_as_malmen_is_whatever_it_was_trained_with(
 
 def test_what_fails_is_kept_as_an_error_and_the_others_go_on(settings: ExperimentConfig, tmp_path: Path) -> None:
     variant = method_variant("ft", base_config(settings))
-    work.do_cells(variant, 0, [Cell("ft", 0, 100_000), Cell("ft", 0, 2)], settings, tmp_path)
+    work.do_cells(Group(variant, 0, (Cell("ft", 0, 100_000), Cell("ft", 0, 2))), settings, tmp_path)
     assert "100000 held-out edits are needed" in Cells(tmp_path).get(Cell("ft", 0, 100_000))["error"]
     assert "scores" in Cells(tmp_path).get(Cell("ft", 0, 2))
     assert Cells(tmp_path).done(Cell("ft", 0, 2)) and not Cells(tmp_path).done(Cell("ft", 0, 100_000))  # tried again
