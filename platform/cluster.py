@@ -1,4 +1,4 @@
-"""The Ray cluster a run works on: connecting to it, and room in it for the run's roles."""
+"""The Ray cluster of a run: connecting to it, and room in it for the run's roles, LM workers and hypernet actors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from malmen.config import ClusterConfig, ModelConfig
 from malmen.errors import EditError, UsageError
 
-# Roles that work at the same time on the same cores: threads that wait must not spin, which was eight times slower.
+# For roles that share cores: OpenMP threads that wait must not spin. Spinning was eight times slower.
 _SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 
 
 @dataclass(frozen=True)
 class Roles:
-    """What each process of a role gets."""
+    """The resources and threads of each process of a role."""
 
     lm: dict[str, float]  # Ray resources of an LM worker
     hypernet: dict[str, float]  # Ray resources of a hypernet actor
@@ -36,11 +36,13 @@ class Roles:
 
 @contextmanager
 def connected(address: str | None, config: ClusterConfig) -> Iterator[bool]:
-    """Connected to the cluster at `address` (or of the Ray job we are in), else to a local one of our own.
+    """Connect to the cluster at `address` or of this Ray job; without either, start a local one for the block.
 
-    The value says whether it is our own; that one ends with the block.
+    Yields whether the cluster is such a local one.
     """
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # how soon the end of the workers is seen; 2 s
+    os.environ.setdefault(
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2"
+    )  # default 2 s; how soon the driver sees that workers have ended
     if ray.is_initialized():
         yield False
         return
@@ -50,7 +52,7 @@ def connected(address: str | None, config: ClusterConfig) -> Iterator[bool]:
     else:
         _start_local(config)
     try:
-        with redirect_stdout(sys.stderr):  # Ray prints its warnings to where results go
+        with redirect_stdout(sys.stderr):  # Ray prints warnings to stdout, where the results go
             yield not address
     finally:
         ray.shutdown()
@@ -58,12 +60,12 @@ def connected(address: str | None, config: ClusterConfig) -> Iterator[bool]:
 
 def _start_local(config: ClusterConfig) -> None:
     needed = config.lm_workers * config.lm_cpus + config.hypernet_actors * config.hypernet_cpus
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's coming default; it warns without
-    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # one process less: nobody preempts this node
-    # Above three times this number of processes Ray complains, of which a run has more than a small machine has cores.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's future default; it warns without
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # one process less: a local node is not preempted
+    # Ray warns above three times this number of processes; a run has more of them than a small machine has cores.
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(max(16, os.cpu_count() or 1)))
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets everything else go first, and everybody waits
-    if config.overlap:  # a new cluster's processes inherit it; given as a runtime_env it would forbid prestarted ones
+    os.environ.setdefault("RAY_worker_niceness", "0")  # with Ray's 15 every other process goes first
+    if config.overlap:  # the cluster's processes inherit it; a runtime_env would rule out prestarted ones
         os.environ.update(_SHARED_CORES)
     try:
         ray.init(
@@ -87,13 +89,13 @@ def _connect(address: str) -> None:
                 "no Ray cluster runs on this machine (address `auto`); `ray start --head` starts one"
             ) from error
         raise EditError(
-            f"the Ray cluster at {address!r} answers but takes no connection: {' '.join(str(error).split())[:300]}; "
+            f"the Ray cluster at {address!r} answers but refuses the connection: {' '.join(str(error).split())[:300]}; "
             "if it has token authentication, set RAY_AUTH_MODE=token here and put its token into ~/.ray/auth_token"
         ) from error
 
 
 def _check_answers(address: str) -> None:
-    """Ray tries for minutes where nothing listens; a socket knows at once."""
+    """EditError at once if nothing listens there: Ray would try for minutes."""
     if address in ("auto", "local"):
         return
     host, colon, port = address.removeprefix("ray://").rpartition(":")
@@ -108,12 +110,15 @@ def _check_answers(address: str) -> None:
 
 
 def size_roles(config: ClusterConfig, model: ModelConfig, *, own: bool) -> Roles:
-    """Resources by config; GPUs, where it leaves them open, as far as the cluster has them."""
+    """Resources as configured; where GPUs are left open, as many as the cluster has.
+
+    `own`: the cluster is a local one for this run alone.
+    """
     lm_gpus, hypernet_gpus = share_gpus(config, model, ray.cluster_resources().get("GPU", 0.0))
     _check_whole("cluster.lm_gpus", lm_gpus, config.lm_workers)
     _check_whole("cluster.hypernet_gpus", hypernet_gpus, config.hypernet_actors)
     cores = os.cpu_count() or 1
-    shared_cores = own and not lm_gpus  # working at the same time then gains nothing, and threads wait for each other
+    shared_cores = own and not lm_gpus  # then overlap gains nothing: threads wait for each other
     return Roles(
         _resources(config.lm_cpus, lm_gpus, config.lm_resources),
         _resources(config.hypernet_cpus, hypernet_gpus, config.hypernet_resources),
@@ -125,7 +130,7 @@ def size_roles(config: ClusterConfig, model: ModelConfig, *, own: bool) -> Roles
 
 
 def share_gpus(config: ClusterConfig, model: ModelConfig, gpus: float) -> tuple[float, float]:
-    """Of a cluster's GPUs, those of each LM worker and of each actor; a run on the CPU takes none from others."""
+    """The GPUs of each LM worker and of each actor in a cluster with `gpus`; a run on the CPU takes none."""
     if model.device == "cpu":
         return 0.0, 0.0
     lm_gpus = config.lm_gpus
@@ -139,11 +144,11 @@ def share_gpus(config: ClusterConfig, model: ModelConfig, gpus: float) -> tuple[
 
 def _check_whole(name: str, gpus: float, processes: int) -> None:
     if processes > 1 and 0 < gpus < 1:
-        raise UsageError(f"{name}={gpus:g} for {processes} processes: NCCL wants a whole GPU for each; use 1, or 0")
+        raise UsageError(f"{name}={gpus:g} for {processes} processes: NCCL needs a whole GPU for each; use 1, or 0")
 
 
 def on_own_device(model: ModelConfig, gpus: Sequence[str] | None = None) -> ModelConfig:
-    """`auto` is a GPU only in a process that Ray has given one: those that it sees besides are others'."""
+    """`auto` is a GPU only in a process that Ray has given one; others that the process sees belong to others."""
     given = on_given_gpu(model, gpus)
     return given if model.device == "auto" or given.device != "cpu" else model
 
@@ -151,7 +156,7 @@ def on_own_device(model: ModelConfig, gpus: Sequence[str] | None = None) -> Mode
 def on_given_gpu(model: ModelConfig, gpus: Sequence[str] | None = None) -> ModelConfig:
     """A process that Ray has given no GPU is on the CPU, whatever `model.device` says of the language model.
 
-    One that has a GPU is on that: the number in `cuda:1` counts a machine's, and each process would take the same.
+    One that has a GPU is on that one: the number in `cuda:1` counts a machine's GPUs, so all processes would share it.
     """
     if gpus is None:
         if not ray.is_initialized():
@@ -163,9 +168,9 @@ def on_given_gpu(model: ModelConfig, gpus: Sequence[str] | None = None) -> Model
 
 
 def check_room(config: ClusterConfig, roles: Roles) -> None:
-    """Wait, for a bounded time, until the cluster can hold all roles at once; an autoscaler learns of the wish."""
+    """Wait, for a bounded time, until the cluster can hold all roles at once; an autoscaler sees the demand."""
     bundles = [roles.lm] * config.lm_workers + [roles.hypernet] * config.hypernet_actors
-    if not any(bundles):  # a cluster holds any number of those who ask for nothing
+    if not any(bundles):  # any cluster holds processes that need nothing
         return
     group = placement_group([bundle for bundle in bundles if bundle])
     try:
@@ -179,22 +184,22 @@ def check_room(config: ClusterConfig, roles: Roles) -> None:
 def room_for_runs(
     config: ClusterConfig, roles: Roles, nodes: Sequence[Mapping[str, float]], free: Mapping[str, float]
 ) -> int:
-    """How many such runs there is room for at the same time: each process on one node, all from what is free."""
+    """How many such runs fit at the same time: each process on one node, all within the free resources."""
     bundles = [roles.lm] * config.lm_workers + [roles.hypernet] * config.hypernet_actors
     if not any(bundles):
         return 1
     left, free_left, runs = [dict(node) for node in nodes], dict(free), 0
-    while all(_take(bundle, left) and _take(bundle, [free_left]) for bundle in bundles):
+    while all(_reserve(bundle, left) and _reserve(bundle, [free_left]) for bundle in bundles):
         runs += 1
     return max(1, runs)
 
 
-def _take(bundle: Mapping[str, float], places: Sequence[dict[str, float]]) -> bool:
-    """From the first place that has it."""
-    for place in places:
-        if all(place.get(name, 0.0) >= amount - 1e-9 for name, amount in bundle.items()):
+def _reserve(bundle: Mapping[str, float], nodes: Sequence[dict[str, float]]) -> bool:
+    """Take resources from the first node that has them; whether there is one."""
+    for node in nodes:
+        if all(node.get(name, 0.0) >= amount - 1e-9 for name, amount in bundle.items()):
             for name, amount in bundle.items():
-                place[name] -= amount
+                node[name] -= amount
             return True
     return False
 
@@ -207,12 +212,13 @@ def actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
 
 def describe_resources(resources: Mapping[str, float]) -> str:
     """For people; without Ray's own bookkeeping."""
-    shown = {
-        name: amount
+    internal = ("node:", "object_store", "bundle", "accelerator_type")
+    named = [
+        f"{amount:g} {name}"
         for name, amount in sorted(resources.items())
-        if amount and not name.startswith(("node:", "object_store", "bundle", "accelerator_type")) and name != "memory"
-    }
-    return ", ".join(f"{amount:g} {name}" for name, amount in shown.items() if "_group_" not in name) or "nothing"
+        if amount and not name.startswith(internal) and name != "memory" and "_group_" not in name
+    ]
+    return ", ".join(named) or "nothing"
 
 
 def _resources(cpus: float, gpus: float, custom: Mapping[str, float]) -> dict[str, float]:
@@ -224,15 +230,19 @@ def _what_is_missing(config: ClusterConfig, roles: Roles) -> str:
     for count, resources in ((config.lm_workers, roles.lm), (config.hypernet_actors, roles.hypernet)):
         for name, amount in resources.items():
             total[name] = total.get(name, 0.0) + count * amount
-    there = ray.cluster_resources()
-    missing = {name: amount - there.get(name, 0.0) for name, amount in total.items() if amount > there.get(name, 0.0)}
+    existing = ray.cluster_resources()
+    missing = {
+        name: amount - existing.get(name, 0.0) for name, amount in total.items() if amount > existing.get(name, 0.0)
+    }
     why = (
-        f"missing {describe_resources(missing)}" if missing else "enough in all, but not free, or not on one node each"
+        f"missing {describe_resources(missing)}"
+        if missing
+        else "enough in total, but not free, or not on one node each"
     )
     return (
         f"the cluster cannot hold this run within cluster.wait_seconds={config.wait_seconds:g}: {why}. "
         f"Needed are {config.lm_workers} LM workers of {describe_resources(roles.lm)} and {config.hypernet_actors} "
-        f"hypernet actors of {describe_resources(roles.hypernet)}; the cluster has {describe_resources(there)}, "
+        f"hypernet actors of {describe_resources(roles.hypernet)}; the cluster has {describe_resources(existing)}, "
         f"free are {describe_resources(ray.available_resources())}. Change cluster.lm_workers, "
         "cluster.hypernet_actors or their cpus, gpus and resources, or add nodes"
     )

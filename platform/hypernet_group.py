@@ -1,4 +1,4 @@
-"""The hyper-network actors as one: started, given their shares of the work, and healed when one is lost."""
+"""The hyper-network actors as one: starts them, hands out their shares of the work, heals them when one is lost."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from torch import Tensor
 
 from malmen.config import Config
-from malmen.errors import EditError
+from malmen.errors import EditError, last_line
 from malmen.lm.layers import LayerSpec
 from malmen.lm.trace import Traces
 from malmen.platform.cluster import describe_resources
-from malmen.platform.hypernet_actor import HypernetActor
+from malmen.platform.events import ActorReport
+from malmen.platform.hypernet_actor import HypernetActor, Progress, Solution
 from malmen.platform.wire import Arrays, num_bytes, to_array, to_tensor
 from malmen.shards import divide
 
-_PATIENCE = 60.0  # seconds for an actor to leave its group; who does not is stuck, and is started again
+_HANG_SECONDS = 60.0  # an actor that has not left its group after so long hangs, and is replaced
 
 
 class HypernetLost(RuntimeError):
-    """An actor is gone, or did not answer: heal, and do the step again."""
+    """An actor is lost, or did not answer: heal, and do the step again."""
 
 
 @dataclass
 class HypernetGroup:
-    """Handles of the actors. It travels to every LM rank; one of them heals, all of them know the generation."""
+    """Handles of the actors. Every LM rank has a copy; rank 0 heals, and all know the generation."""
 
     actors: list[Any]
     layers: list[LayerSpec]
@@ -46,7 +47,7 @@ class HypernetGroup:
     def start(
         cls, config: Config, layers: list[LayerSpec], run: str, *, resources: Mapping[str, Any], threads: int
     ) -> HypernetGroup:
-        """Ask Ray for the actors. They come when there is room; the first `heal` waits for them."""
+        """Ask Ray for the actors. They start when there is room; the first `heal` waits for them."""
         remote = ray.remote(concurrency_groups={"status": 1})(HypernetActor).options(  # type: ignore[call-overload]
             max_restarts=-1,
             max_task_retries=0,  # a call that was lost may not be repeated before the group has healed
@@ -57,43 +58,42 @@ class HypernetGroup:
         return cls(actors, layers, config, run)
 
     def put_moments(self, moments: Mapping[str, Tensor]) -> None:
-        """The keys to preserve, to every actor, one layer after the other: E[u uᵀ] may be large."""
+        """Send E[u uᵀ] (key, key) of the keys to preserve to every actor, one layer at a time: it may be large."""
         for name, moment in moments.items():
             ref = ray.put(to_array(moment))
             self._get([actor.put_moment.remote(self.generation, name, ref) for actor in self.actors])
 
     # --- one step, from an LM rank ------------------------------------------------------------------------
 
-    def put_traces(self, step: int, sender: int, traces: Traces) -> None:
-        """(ii) Each actor gets its share of this rank's rows."""
+    def put_traces(self, step: int | None, sender: int, traces: Traces) -> None:
+        """(ii) Send each actor its share of this rank's rows; `step` is None for held-out edits."""
         refs = []
         for actor, shares in zip(self.actors, self.plan, strict=True):
             parts: Arrays = {}
             for share in shares:
-                found = traces[share.layer]
-                rows = share.rows(len(found.keys))
-                parts[f"{share.layer}/keys"] = to_array(found.keys[rows])
-                parts[f"{share.layer}/value_grads"] = to_array(found.value_grads[rows])
+                trace = traces[share.layer]
+                rows = share.rows(len(trace.keys))
+                parts[f"{share.layer}/keys"] = to_array(trace.keys[rows])
+                parts[f"{share.layer}/value_grads"] = to_array(trace.value_grads[rows])
             self.bytes_sent += num_bytes(parts)
             refs.append(actor.put_traces.remote(self.generation, step, sender, ray.put(parts)))
         self._get(refs)
 
-    def solve(self, step: int, dtype: str) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """(iii) All shifts, and what the actors say about the solve."""
-        answers = self._get([actor.solve.remote(self.generation, step, dtype) for actor in self.actors])
-        refs = {name: ref for found, _ in answers for name, ref in found.items()}
+    def solve(self, step: int | None, dtype: str) -> tuple[dict[str, Tensor], float | None]:
+        """(iii) All shifts (value, key), and the mean residual: None in training, and where there is no equation."""
+        solutions: list[Solution] = self._get(
+            [actor.solve.remote(self.generation, step, dtype) for actor in self.actors]
+        )
+        refs = {name: ref for solution in solutions for name, ref in solution.shifts.items()}
         names = [layer.name for layer in self.layers]
         arrays = dict(zip(names, self._get([refs[name] for name in names]), strict=True))
         self.bytes_sent += num_bytes(arrays)
-        count = sum(facts["residual_count"] for _, facts in answers)
-        facts = {
-            "seconds": max(facts["seconds"] for _, facts in answers),
-            "mean_residual": sum(facts["residual_sum"] for _, facts in answers) / count if count else None,
-        }
-        return {name: to_tensor(array) for name, array in arrays.items()}, facts
+        count = sum(solution.residual_count for solution in solutions)
+        mean = sum(solution.residual_sum for solution in solutions) / count if count else None
+        return {name: to_tensor(array) for name, array in arrays.items()}, mean
 
     def put_grads(self, step: int, grads: Mapping[str, Tensor]) -> None:
-        """(iv) Each layer's gradient to every actor that has tokens of it."""
+        """(iv) Send each layer's gradient to every actor that has tokens of it."""
         arrays = {name: to_array(grad) for name, grad in grads.items()}
         refs = []
         for actor, shares in zip(self.actors, self.plan, strict=True):
@@ -102,45 +102,50 @@ class HypernetGroup:
             refs.append(actor.put_grads.remote(self.generation, step, ray.put(mine)))
         self._get(refs)
 
-    def start_backward(self, step: int, told: Mapping[str, Any]) -> list[Any]:
-        """(v)–(vii) without waiting: `finish` waits. What the ranks tell of the step goes into the actors' reports."""
-        return [actor.backward.remote(self.generation, step, dict(told)) for actor in self.actors]
+    def start_backward(self, step: int) -> list[Any]:
+        """(v)–(vii) without waiting: `finish` waits."""
+        return [actor.backward.remote(self.generation, step) for actor in self.actors]
 
-    def reports(self) -> list[dict[str, Any]]:
-        """What the actors report of the last step they did since they were started."""
-        return self._get([actor.report.remote(self.generation) for actor in self.actors])
-
-    def finish(self, pending: Sequence[Any]) -> list[dict[str, Any]]:
-        """What the actors report of the step, one by one."""
+    def finish(self, pending: Sequence[Any]) -> list[ActorReport]:
+        """Wait for `start_backward`: the reports of the actors."""
         return self._get(pending)
 
-    def save(self, fingerprint: str, extra: Mapping[str, Any]) -> str:
-        """A checkpoint, written by the first actor: all hold the same θ."""
-        ref = self.actors[0].save.remote(self.generation, self.run, fingerprint, dict(extra))
-        return str(self._get([ref])[0])
+    def reports(self) -> list[ActorReport | None]:
+        """The actors' reports of the last step they did; None if they were all started again since."""
+        return self._get([actor.report.remote(self.generation) for actor in self.actors])
+
+    def save(self, fingerprint: str, extra: Mapping[str, Any]) -> None:
+        """Have the first actor write a checkpoint: all hold the same θ."""
+        self._get([self.actors[0].save.remote(self.generation, self.run, fingerprint, dict(extra))])
 
     def status(self) -> list[str]:
         """What each actor does, for people."""
         lines = []
         for index, actor in enumerate(self.actors):
             try:
-                found = ray.get(actor.status.remote(), timeout=5)
-                lines.append(f"hypernet actor {index}: {found['doing']} for {found['seconds']:.0f} s")
+                activity = ray.get(actor.status.remote(), timeout=5)
             except RayError as error:
-                lines.append(f"hypernet actor {index}: does not answer ({type(error).__name__})")
+                activity = f"does not answer ({type(error).__name__})"
+            lines.append(f"hypernet actor {index}: {activity}")
         return lines
+
+    def kill(self) -> None:
+        """End the actors for good."""
+        for actor in self.actors:
+            ray.kill(actor)
 
     # --- healing --------------------------------------------------------------------------------------------
 
     def heal(self, checkpoint: Callable[[], str | None]) -> int:
-        """Make all actors equal, whatever happened: returns the number of steps they have done.
+        """Make all actors equal, whatever happened; returns the number of steps they have done.
 
-        All leave the process group (which frees those that wait for a lost one), meet in a new one, and who is
-        fresh or behind takes the state of who is furthest. If all are fresh, they load the newest checkpoint.
+        All leave the process group (which frees those that wait for a lost one) and meet in a new one. Then those that
+        are fresh or behind take the state of the one that is furthest. If all are fresh, they load `checkpoint()`, the
+        newest one, or the seeded start where it gives None.
         """
         deadline = time.monotonic() + self.config.cluster.wait_seconds
         self._each(lambda actor: actor.leave.remote(), deadline)
-        states = self._each(lambda actor: actor.state.remote(), deadline)
+        progress: list[Progress | None] = self._each(lambda actor: actor.progress.remote(), deadline)
         size, seconds = len(self.actors), self.config.cluster.wait_seconds
         address = ("", 0)
         if size > 1:
@@ -150,20 +155,18 @@ class HypernetGroup:
             [actor.join.remote(generation, rank, size, address, seconds) for rank, actor in enumerate(self.actors)]
         )
         self.generation = generation
-        fresh = (-1, -1)
-        done = [fresh if state["fresh"] else tuple(state["progress"]) for state in states]
-        if max(done) == fresh:
+        furthest = max((each for each in progress if each is not None), default=None)
+        if furthest is None:
             newest = checkpoint()
             return max(self._get([actor.load.remote(newest) for actor in self.actors]))
-        source = done.index(max(done))
-        behind = [actor for actor, steps in zip(self.actors, done, strict=True) if steps < max(done)]
+        behind = [actor for actor, each in zip(self.actors, progress, strict=True) if each != furthest]
         if behind:
-            snapshot = self.actors[source].snapshot.remote()
+            snapshot = self.actors[progress.index(furthest)].snapshot.remote()
             self._get([actor.restore.remote(snapshot) for actor in behind])
-        return int(max(done)[0])
+        return furthest.steps_done
 
     def _each(self, call: Callable[[Any], Any], deadline: float) -> list[Any]:
-        """One answer of every actor: of one that is coming back, as soon as it is there."""
+        """One answer of every actor; an actor that Ray starts again is asked until it answers."""
         answers: dict[int, Any] = {}
         pending = {index: (call(actor), time.monotonic()) for index, actor in enumerate(self.actors)}
         while pending:
@@ -175,22 +178,22 @@ class HypernetGroup:
                     del pending[index]
                     continue
                 except GetTimeoutError:
-                    # Alone it waits for nobody, so it works; one that waits for its place in the cluster is not up.
+                    # A single actor waits for no peer, so it works; one that waits for room in the cluster is not up.
                     alone = len(self.actors) == 1
-                    if alone or time.monotonic() - since < _PATIENCE or not self._is_up(actor):
+                    if alone or time.monotonic() - since < _HANG_SECONDS or not self._is_up(actor):
                         self._check_deadline(index, deadline)
                         continue
-                    ray.kill(actor, no_restart=False)  # it hangs; a fresh one takes its place
-                except RayActorError as error:  # it is being started again, unless it cannot even be made
+                    ray.kill(actor, no_restart=False)  # it hangs; Ray starts a fresh one
+                except RayActorError as error:  # Ray starts it again, unless its constructor fails
                     if "creation task" in str(error):
-                        raise EditError(f"hypernet actor {index} cannot be started: {_first_line(error)}") from error
+                        raise EditError(f"hypernet actor {index} cannot be started: {last_line(error)}") from error
                 self._check_deadline(index, deadline)
                 pending[index] = (call(actor), time.monotonic())
-                time.sleep(0.1)  # between two asks, not to be sure of anything
+                time.sleep(0.1)  # between two calls; the answer decides
         return [answers[index] for index in range(len(self.actors))]
 
     def _is_up(self, actor: Any) -> bool:
-        """Whether it is there and could answer."""
+        """Whether it runs and answers."""
         try:
             ray.get(actor.status.remote(), timeout=5)
         except RayError:
@@ -201,8 +204,8 @@ class HypernetGroup:
         if time.monotonic() > deadline:
             free = describe_resources(ray.available_resources())
             raise EditError(
-                f"hypernet actor {index} was not there within cluster.wait_seconds="
-                f"{self.config.cluster.wait_seconds:.0f}; free in the cluster is {free}"
+                f"hypernet actor {index} did not start within cluster.wait_seconds="
+                f"{self.config.cluster.wait_seconds:.0f}; the cluster has {free} free: add nodes or raise wait_seconds"
             )
 
     def _get(self, refs: Sequence[Any]) -> list[Any]:
@@ -217,11 +220,6 @@ class HypernetGroup:
             cause = getattr(error, "cause", error)
             raise EditError(str(cause)) from None
         except RayTaskError as error:
-            raise HypernetLost(_first_line(error.cause if error.cause else error)) from error
+            raise HypernetLost(last_line(error.cause if error.cause else error)) from error
         except RayError as error:
-            raise HypernetLost(_first_line(error)) from error
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+            raise HypernetLost(last_line(error)) from error

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from malmen.lm.trace import Traces
 from malmen.meta import Stopwatch, naming_records
+from malmen.platform.events import LMReport, StepDone
 from malmen.platform.hypernet_group import HypernetGroup
 from malmen.platform.lm_worker import LMWorker
 
 
-@dataclass
+@dataclass(frozen=True)
 class Stepped:
-    """What a step gave, and the traces of the next one if they were made meanwhile."""
+    """A finished step, and the traces of the next one if they were computed meanwhile."""
 
-    actors: list[dict[str, Any]]  # what each hypernet actor says of the step; only rank 0 asks them
-    seconds: dict[str, float]  # by stage, on this rank
+    done: StepDone | None  # on rank 0, which asks the actors
     ahead: Traces | None
 
 
-def meta_step(worker: LMWorker, group: HypernetGroup, step: int, traces: Traces | None, *, overlap: bool) -> Stepped:
+def meta_step(
+    worker: LMWorker,
+    group: HypernetGroup,
+    step: int,
+    traces: Traces | None,
+    *,
+    overlap: bool,
+    keep: Callable[[LMReport], None],
+) -> Stepped:
     """Algorithm 2 and the Adam step. LM ranks and actors work in turn, except that with `overlap` the ranks trace the
     next step's edits while the actors back-propagate this one's: traces depend on the frozen weights only, so that is
-    exact."""
+    exact. `keep` gets the LM side's report before the actors end the step: no rank may be left to hear of the end."""
+    begin = time.perf_counter()
     watch, batch, sent_before = Stopwatch(), worker.sampler.batch(step), group.bytes_sent
     last = step + 1 >= worker.config.training.steps
 
@@ -46,13 +56,9 @@ def meta_step(worker: LMWorker, group: HypernetGroup, step: int, traces: Traces 
     with worker.together(f"sending the shift gradients of step {step}", watch.seconds, "send"):
         group.put_grads(step, shift_grads)
 
-    # The actors keep it with their own reports of the step: they may end it when no rank is there to hear of it.
-    told = {
-        "losses": losses,
-        "seconds": watch.seconds,
-        "bytes_moved": sum(worker.gather(group.bytes_sent - sent_before)),
-    }
-    pending = group.start_backward(step, told) if worker.world_rank == 0 else []  # (v)–(vii) pullback, proxy loss, Adam
+    report = _report(worker, step, losses, watch.seconds, sum(worker.gather(group.bytes_sent - sent_before)))
+    keep(report)
+    pending = group.start_backward(step) if worker.world_rank == 0 else []  # (v)–(vii) pullback, proxy loss, Adam
     ahead = None
     if overlap and not last:
         with watch("trace"):
@@ -60,4 +66,14 @@ def meta_step(worker: LMWorker, group: HypernetGroup, step: int, traces: Traces 
             ahead = worker.trace(worker.sampler.batch(step + 1).edits)
     with naming_records(step, batch), worker.together(f"waiting for the end of step {step}", watch.seconds, "wait"):
         actors = group.finish(pending)
-    return Stepped(actors, watch.seconds, ahead)
+    wall = time.perf_counter() - begin
+    return Stepped(StepDone.join(report, actors, watch.seconds, wall) if actors else None, ahead)
+
+
+def _report(
+    worker: LMWorker, step: int, losses: tuple[float, float], seconds: Mapping[str, float], bytes_moved: int
+) -> LMReport:
+    generalization, locality = losses
+    meta_loss = generalization + worker.config.training.locality_coef * locality
+    cache_mb = round(sum(cache.used_bytes for cache in set(worker.caches.values())) / 2**20, 1)
+    return LMReport(step + 1, generalization, locality, meta_loss, dict(seconds), bytes_moved, cache_mb)

@@ -1,4 +1,4 @@
-"""Where a run's things lie, so that they are still there when its processes are gone."""
+"""Where a run's files are: checks that they outlast its processes and that all nodes see them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from malmen.errors import EditError, UsageError
 from malmen.platform.tracking.store import absolute, redact_credentials
 from malmen.runs.storage import CHECKPOINT_PREFIX, RunStore
 
-PATIENCE = 90.0  # seconds: NFS may keep what it knew of a folder for a minute
+VISIBLE_SECONDS = 90.0  # until all nodes see a new checkpoint: NFS may cache a folder for a minute
 
 
 def in_ray_job() -> bool:
@@ -22,32 +22,32 @@ def in_ray_job() -> bool:
 
 
 def check_lasting(config: Config, out: str | Path) -> None:
-    """What lies in a Ray job's copy of the working directory is gone with the job."""
-    place = RunStore(out).location
-    if isinstance(place, Path) and not place.is_absolute():
+    """UsageError if the run's files would be in a Ray job's copy of the working directory, which ends with the job."""
+    location = RunStore(out).location
+    if isinstance(location, Path) and not location.is_absolute():
         raise UsageError(
-            f"--out {out} would lie in the Ray job's temporary copy of the working directory: give a whole path"
+            f"--out {out} would be in the Ray job's temporary copy of the working directory: give an absolute path"
         )
     uri = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
-    lost = uri is None and not isinstance(place, Path)
+    lost = uri is None and not isinstance(location, Path)
     if config.tracking.enabled and (lost or (uri is not None and absolute(uri) != uri)):
         raise UsageError(
-            f"MLflow's store would lie in the Ray job's temporary copy of the working directory (--out {out}, "
+            f"MLflow's store would be in the Ray job's temporary copy of the working directory (--out {out}, "
             f"tracking.uri {uri and redact_credentials(uri)}): give tracking.uri=http://… or "
-            "sqlite:////whole/path/mlflow.db, or tracking.enabled=false"
+            "sqlite:////absolute/path/mlflow.db, or tracking.enabled=false"
         )
 
 
 def check_shared(store: RunStore, step: int) -> None:
-    """EditError unless this node sees the checkpoint of a step, or a later one: an actor, maybe elsewhere, wrote it."""
-    deadline = time.monotonic() + PATIENCE
+    """EditError unless this node sees the checkpoint of a step, or a later one; an actor on any node wrote it."""
+    deadline = time.monotonic() + VISIBLE_SECONDS
     while not any(_step(name) >= step for name in store.checkpoints()):
         if time.monotonic() > deadline:
             raise EditError(
                 f"the checkpoint of step {step} was written to {store.location}, but node {socket.gethostname()} does "
                 "not see it there: --out must be a folder that all nodes share, or a URL such as s3://bucket/run"
             )
-        time.sleep(min(0.5, PATIENCE))
+        time.sleep(min(0.5, VISIBLE_SECONDS))
 
 
 def _step(checkpoint: str) -> int:
@@ -55,7 +55,7 @@ def _step(checkpoint: str) -> int:
 
 
 def ray_train_folder(run: str) -> str:
-    """For Ray Train's notes, which hold no checkpoint: a disk will do where its storage does not know the URL."""
+    """Where Ray Train keeps its notes, which hold no checkpoint: a local folder if the run is at a URL."""
     store = RunStore(run)
     return str(
         store.join(".ray_train") if store.is_local else Path(tempfile.gettempdir()) / f"malmen-ray-train-{os.getuid()}"

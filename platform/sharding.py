@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,24 +14,26 @@ from malmen.config import ModelConfig
 from malmen.errors import EditError
 from malmen.lm.devices import resolve_dtype
 from malmen.lm.model import LanguageModel, load_lm
-from malmen.platform.allocator import memory_given_back
 
 _CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 1,  # asked for by DeepSpeed; nothing here is trained by it
+    "train_micro_batch_size_per_gpu": 1,  # DeepSpeed needs it; it trains nothing here
     "zero_optimization": {"stage": 3, "overlap_comm": False, "stage3_param_persistence_threshold": 0},
 }
+
+_TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+_SMALL, _LARGE = 2**20, 2**25  # larger blocks are returned at once: while loading, and afterwards (glibc's maximum)
 
 
 class ShardedLanguageModel(LanguageModel):
     """A language model whose whole weights exist only while a layer runs."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights and buffers by name, one whole at a time. All ranks must go through them together."""
+        """Weights and buffers by name, gathered one at a time. All ranks must iterate together."""
         import deepspeed
 
-        found = {**dict(self.model.named_buffers()), **dict(self.model.named_parameters(remove_duplicate=False))}
+        tensors = {**dict(self.model.named_buffers()), **dict(self.model.named_parameters(remove_duplicate=False))}
         for name in sorted(self.model.state_dict()):
-            tensor = found[name]
+            tensor = tensors[name]
             if not hasattr(tensor, "ds_id"):
                 yield name, tensor
                 continue
@@ -37,7 +41,7 @@ class ShardedLanguageModel(LanguageModel):
                 yield name, tensor.data.clone()
 
     def weight_norm(self, layer: str) -> float:
-        """‖W‖ of a layer. All ranks must ask together."""
+        """‖W‖ of a layer. All ranks must call it together."""
         import deepspeed
 
         weight = self.model.get_parameter(f"{layer}.weight")
@@ -68,3 +72,23 @@ def load_sharded_lm(config: ModelConfig) -> LanguageModel:
         del in_parts
     engine, *_ = deepspeed.initialize(model=lm.model, config=settings)
     return ShardedLanguageModel(engine.module, lm.tokenizer, lm.kind)
+
+
+@contextmanager
+def memory_given_back() -> Iterator[None]:
+    """Return freed memory to the system at once in blocks above 1 MB; glibc would keep as much as a model again.
+
+    It is slower, so it holds only within the `with` block.
+    """
+    libc = ctypes.CDLL(None)
+    known = hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim")  # other libcs lack them
+    if known:
+        libc.mallopt(_MMAP, _SMALL)
+        libc.mallopt(_TRIM, _SMALL)
+    try:
+        yield
+    finally:
+        if known:
+            libc.malloc_trim(0)
+            libc.mallopt(_MMAP, _LARGE)
+            libc.mallopt(_TRIM, 2 * _LARGE)

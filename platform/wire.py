@@ -1,9 +1,7 @@
-"""Tensors as numpy arrays, which Ray's object store hands to a reader without a copy (torch's it would copy)."""
+"""Tensors as numpy arrays: Ray's object store gives those to readers without a copy, unlike torch's tensors."""
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Mapping
 
 import numpy as np
@@ -14,31 +12,22 @@ Arrays = dict[str, np.ndarray]
 
 
 def to_array(tensor: Tensor) -> np.ndarray:
-    """numpy has no bfloat16: it travels as int16, which nothing else here is."""
+    """On the CPU. bfloat16, which numpy lacks, becomes int16, which no other tensor here is."""
     tensor = tensor.detach().cpu().contiguous()
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def to_tensor(array: np.ndarray, device: torch.device | str = "cpu") -> Tensor:
-    """A tensor of one's own: what the object store hands out is read-only and shared."""
+    """A copy: arrays in the object store are read-only and shared."""
     tensor = torch.from_numpy(np.array(array))
     return (tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor).to(device)
 
 
 def to_arrays(tensors: Mapping[str, Tensor]) -> Arrays:
-    """By name."""
+    """`to_array` of each."""
     return {name: to_array(tensor) for name, tensor in tensors.items()}
 
 
 def num_bytes(arrays: Mapping[str, np.ndarray]) -> int:
-    """What it takes to send them."""
+    """The bytes of all arrays."""
     return sum(array.nbytes for array in arrays.values())
-
-
-def peak_memory_mb() -> dict[str, float]:
-    """The most this process ever held, by device."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 1024)
-    found = {"rss": round(peak, 1)}
-    if torch.cuda.is_available():
-        found["gpu"] = round(torch.cuda.max_memory_allocated() / 2**20, 1)
-    return found

@@ -159,7 +159,7 @@ class _Run(threading.Thread):
         try:
             trained = train(
                 self.config, self.path, resume=resume, listener=listener, parent=self.parent, register=False,
-                whole=False,  # the sweep's driver has seen to that
+                resolve_paths=False,  # the sweep's driver has seen to that
             )  # fmt: skip
             self.happened.put(trained)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it fails this trial and not the sweep

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from typing import cast
 
 import torch
@@ -32,3 +34,12 @@ def resolve_dtype(config: ModelConfig) -> torch.dtype:
         has_it = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)  # emulated, float32 is faster
         return torch.bfloat16 if has_it else torch.float32
     return cast(torch.dtype, getattr(torch, config.dtype))
+
+
+def peak_memory_mb() -> dict[str, float]:
+    """The most memory that this process has held so far, in MB by device: `rss`, and `gpu` where there is one."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 1024)
+    peaks = {"rss": round(peak, 1)}
+    if torch.cuda.is_available():
+        peaks["gpu"] = round(torch.cuda.max_memory_allocated() / 2**20, 1)
+    return peaks

@@ -17,7 +17,7 @@ from malmen.runs.checkpoint_lookup import latest_checkpoint, read_state
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-# What an edit needs; the optimizer, twice as large, is only for going on with the training.
+# What an edit needs; the optimizer, twice as large, is only for resuming the training.
 FILES = ("editor.safetensors", "config.json", "state.json")
 
 
@@ -45,63 +45,63 @@ def register_editor(
     metrics: Mapping[str, float | None],
     card: str,
 ) -> RegisteredEditor:
-    """Upload a checkpoint to its run and make it a new version of the registered model `name`."""
+    """Upload a checkpoint to its run and register it as a new version of the model `name`."""
     from mlflow.exceptions import MlflowException
 
     checkpoint = latest_checkpoint(checkpoint)
     if missing := [file for file in FILES if not (checkpoint / file).is_file()]:
-        raise EditError(f"{checkpoint} cannot be registered: it holds no {', '.join(missing)}")
+        raise EditError(f"{checkpoint} cannot be registered: it lacks {', '.join(missing)}")
     # By step: a run that was given more steps registers again, and older versions stay as they are.
-    place = f"editor/checkpoint-{read_state(checkpoint)['step']:07d}"
-    for found in client.search_model_versions(f"name='{name}'"):
-        if found.run_id == run_id and str(found.source).endswith(f"/{place}"):  # killed, or asked, after it was made
-            return RegisteredEditor(name, str(found.version), f"models:/{name}/{found.version}")
-    client.log_artifact(run_id, str(checkpoint / "editor.safetensors"), place)
-    client.log_artifact(run_id, str(checkpoint / "state.json"), place)
+    artifact = f"editor/checkpoint-{read_state(checkpoint)['step']:07d}"
+    for version in client.search_model_versions(f"name='{name}'"):
+        if version.run_id == run_id and str(version.source).endswith(f"/{artifact}"):  # registered by a killed driver
+            return RegisteredEditor(name, str(version.version), f"models:/{name}/{version.version}")
+    client.log_artifact(run_id, str(checkpoint / "editor.safetensors"), artifact)
+    client.log_artifact(run_id, str(checkpoint / "state.json"), artifact)
     client.log_text(
-        run_id, redact_credentials((checkpoint / "config.json").read_text(encoding="utf-8")), f"{place}/config.json"
+        run_id, redact_credentials((checkpoint / "config.json").read_text(encoding="utf-8")), f"{artifact}/config.json"
     )
-    client.log_text(run_id, card, f"{place}/README.md")
+    client.log_text(run_id, card, f"{artifact}/README.md")
     try:
         client.create_registered_model(name, description="MALMEN editors: see the versions")
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
     scores = {safe_name(key): f"{value:.6g}" for key, value in metrics.items() if value is not None}
-    source = f"{client.get_run(run_id).info.artifact_uri}/{place}"
-    made = client.create_model_version(
+    source = f"{client.get_run(run_id).info.artifact_uri}/{artifact}"
+    created = client.create_model_version(
         name, source=source, run_id=run_id, tags={"base_model": base_model, **scores}, description=card
     )
-    return RegisteredEditor(name, str(made.version), f"models:/{name}/{made.version}")
+    return RegisteredEditor(name, str(created.version), f"models:/{name}/{created.version}")
 
 
 def download_editor(uri: str, tracking: str | None = None) -> Path:
-    """The local folder of `models:/name/version` or `models:/name@alias`; not to be written into.
+    """The local folder of `models:/name/version` or `models:/name@alias`; read only.
 
-    Without `tracking`, the store is the environment's, else runs/mlflow.db, where `malmen train` puts it.
+    Without `tracking`, the store is the environment's, else runs/mlflow.db, the default of `malmen train`.
     """
-    asked = re.fullmatch(r"models:/(?P<name>[^/@:'\"]+)(?:/(?P<version>\d+)|@(?P<alias>[^/@]+))", uri)
-    if asked is None:
+    parts = re.fullmatch(r"models:/(?P<name>[^/@:'\"]+)(?:/(?P<version>\d+)|@(?P<alias>[^/@]+))", uri)
+    if parts is None:
         raise UsageError(f"cannot read {uri!r}: expected models:/NAME/VERSION or models:/NAME@ALIAS")
     store = tracking_uri(TrackingConfig(uri=tracking), "runs/any")
     with clear_errors(store):
         import mlflow.artifacts
 
         client = connect(store, create=False)
-        version = _find_version(client, asked["name"], asked["version"], asked["alias"], redact_credentials(store))
+        version = _find_version(client, parts["name"], parts["version"], parts["alias"], redact_credentials(store))
         # download_artifacts("models:/…") looks in the process's global registry whatever URIs it is given.
-        source = client.get_model_version_download_uri(asked["name"], version)
+        source = client.get_model_version_download_uri(parts["name"], version)
         folder = Path(mlflow.artifacts.download_artifacts(artifact_uri=source, tracking_uri=store))
     if not (folder / "state.json").is_file():
-        raise EditError(f"{uri} in {redact_credentials(store)} is no editor: {folder} holds no state.json")
+        raise EditError(f"{uri} in {redact_credentials(store)} is no editor: {folder} has no state.json")
     return folder
 
 
 def _find_version(client: MlflowClient, name: str, version: str | None, alias: str | None, store: str) -> str:
-    versions = sorted(int(found.version) for found in client.search_model_versions(f"name='{name}'"))
+    versions = sorted(int(existing.version) for existing in client.search_model_versions(f"name='{name}'"))
     if not versions:
         others = sorted(model.name for model in client.search_registered_models())
-        raise EditError(f"no editor {name!r} is registered in {store}; there {_list('is', others)}")
+        raise EditError(f"no editor {name!r} is registered in {store}; {_list('registered:', others)}")
     if alias is not None:
         aliases = {key: str(value) for key, value in client.get_registered_model(name).aliases.items()}
         if alias not in aliases:
@@ -116,22 +116,22 @@ def _find_version(client: MlflowClient, name: str, version: str | None, alias: s
     return version
 
 
-def _list(word: str, things: Sequence[object]) -> str:
-    return f"{word} {', '.join(map(str, things)) or 'none'}"
+def _list(word: str, names: Sequence[object]) -> str:
+    return f"{word} {', '.join(map(str, names)) or 'none'}"
 
 
 # --- the model card ----------------------------------------------------------------------------------
 
 
 def describe_checkpoint(checkpoint: Path, config: Config) -> tuple[str, dict[str, float], str]:
-    """What the registry keeps of a checkpoint: its base model, its scores and its card."""
+    """The base model, the scores and the card of a checkpoint, for the registry."""
     state = read_state(checkpoint)
     numbers = {name: value for name, value in state["scores"].items() if isinstance(value, int | float)}
     return state["base_model"], numbers, editor_card(config, state["scores"], state["base_model"], state["step"])
 
 
 def editor_card(config: Config, metrics: Mapping[str, Any], base_model: str, steps: int) -> str:
-    """What an editor is, in markdown."""
+    """The model card of an editor, in markdown."""
     layers = config.editor.layers if isinstance(config.editor.layers, str) else ", ".join(config.editor.layers)
     edits = metrics.get("edits") or config.training.eval_edits or config.training.num_edits
     return f"""\

@@ -1,4 +1,9 @@
-"""One MLflow run, written by the driver of a training. Training never waits for it and never fails because of it."""
+"""One MLflow run, written by the driver of a training, a sweep or an experiment.
+
+A thread sends the rows of the run's history that the store lacks: the history is on disk before, so nothing is lost
+while the store is away, and training neither waits for it nor fails because of it. (MLflow's own asynchronous logging
+would drop what it cannot send.)
+"""
 
 from __future__ import annotations
 
@@ -11,19 +16,18 @@ import sys
 import threading
 import time
 import uuid
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import malmen
-from malmen.config import Config, TrackingConfig
+from malmen.config import Config, TrackingConfig, flatten
 from malmen.errors import RunStopped
 from malmen.platform.tracking.store import (
-    PATIENCE,
+    ANSWER_SECONDS,
     brief,
     check_reachable,
     clear_errors,
@@ -37,16 +41,17 @@ from malmen.platform.tracking.watcher import DRIVER_TAG, ENDED, end_run
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import Metric
 
     from malmen.platform.tracking.registry import RegisteredEditor
 
 logger = logging.getLogger(__name__)
 
-_Row = list[tuple[str, float, int, int]]  # what was logged at once: name, value, timestamp, step
+Metrics = Mapping[str, float | None]
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
-MOST_PENDING = 300_000  # metrics that are kept while the store is away: some 100 MB
 METRICS_PER_CALL, PARAMS_PER_CALL, PARAM_LENGTH = 1000, 100, 6000  # MLflow's limits
+_MARKS = ("loss/meta", "held_out/edit_success")  # every row of a history has one of them
 
 
 def tracking_uri(config: TrackingConfig, folder: str) -> str:
@@ -58,6 +63,20 @@ def tracking_uri(config: TrackingConfig, folder: str) -> str:
     return f"sqlite:///{beside.resolve() / 'mlflow.db'}"
 
 
+def history_metrics(row: Mapping[str, Any]) -> tuple[int, Metrics]:
+    """The step and the metrics of a row of a run's history, a step or an evaluation. `--local` writes fewer keys."""
+    metrics = {f"held_out/{name}": value for name, value in row.get("scores", {}).items()}
+    metrics |= {f"loss/{name}": row.get(f"{name}_loss") for name in ("generalization", "locality", "meta")}
+    metrics |= {name: row.get(name) for name in ("grad_norm", "bytes_moved", "cache_mb")}
+    metrics["seconds/step"] = row.get("wall")
+    for group in ("seconds", "damping", "edit_lr"):
+        metrics |= {f"{group}/{name}": value for name, value in row.get(group, {}).items()}
+    for role in ("hypernet", "lm"):
+        for index, peaks in enumerate(row.get(f"{role}_memory", [])):
+            metrics |= {f"memory_mb/{role}{index}/{device}": peak for device, peak in peaks.items()}
+    return row["step"], metrics
+
+
 class Tracker:
     """`with Tracker.start(config, folder, tags) as tracker:`; without tracking it does nothing."""
 
@@ -67,21 +86,23 @@ class Tracker:
         uri: str = "",
         client: MlflowClient | None = None,
         run_id: str | None = None,
-        watcher: subprocess.Popen[bytes] | None = None,
-        flush_seconds: float = 5.0,
         driver: str = "",
+        send_seconds: float = 5.0,
     ) -> None:
         self.config, self.uri, self.run_id, self.driver = config, uri, run_id, driver
-        self._client, self._watcher = client, watcher
-        self._pending: deque[_Row] = deque()
-        self._waiting = 0  # metrics in it
-        self._sent: dict[str, set[int]] = {}  # steps at which the store has a metric, of those that were asked for
-        self._buffer, self._sending = threading.Lock(), threading.Lock()
+        self._client = client
+        self._rows: list[Any] = []  # to be sent, in this order; only grows
+        self._read_row: Callable[[Any], tuple[int, Metrics]] = lambda row: row
+        self._next = 0  # the first row that is not in `_batch` and was not sent
+        self._batch: list[Metric] = []  # taken from the rows, not sent yet
+        self._stored: dict[str, set[int]] | None = {}  # steps at which the store has a metric; None: to be asked
         self._ended = threading.Event()
         self._failing = False
-        self._writer = threading.Thread(target=self._write, args=(flush_seconds,), name="mlflow", daemon=True)
-        if client is not None:
-            self._writer.start()
+        self._watcher: subprocess.Popen[bytes] | None = None
+        self._sender = threading.Thread(target=self._keep_sending, args=(send_seconds,), name="mlflow", daemon=True)
+        if client is not None and run_id is not None:
+            self._watcher = _start_watcher(uri, run_id, driver)
+            self._sender.start()
 
     @classmethod
     def start(
@@ -91,7 +112,7 @@ class Tracker:
         tags: Mapping[str, str],
         run_id: str | None = None,
         parent: str | None = None,
-        flush_seconds: float = 5.0,
+        send_seconds: float = 5.0,
     ) -> Tracker:
         """A new run named after the folder, or `run_id` again where it still exists."""
         if not config.tracking.enabled:
@@ -110,75 +131,32 @@ class Tracker:
                 experiment = find_experiment(client, config.tracking.experiment, uri)
                 name = folder.rstrip("/").rpartition("/")[2]
                 run_id = client.create_run(experiment, tags=resolve_tags(own), run_name=name).info.run_id
-            watcher = _start_watcher(uri, run_id, driver)
-            tracker = unless_started.enter_context(cls(config, uri, client, run_id, watcher, flush_seconds, driver))
-            tracker._describe({**own, **tags})
+            tracker = unless_started.enter_context(cls(config, uri, client, run_id, driver, send_seconds))
+            tracker._describe(client, run_id, {**own, **tags})
             unless_started.pop_all()
         return tracker
 
-    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Put metrics down to be sent soon; None and NaN are left out, and all where the store has them already."""
-        if self._client is None or self._ended.is_set():
-            return
-        known = {name: float(value) for name, value in metrics.items() if value is not None and not math.isnan(value)}
-        if not known or any(step in self._sent.get(name, ()) for name in known):
-            return
-        now = int(time.time() * 1000)
-        with self._buffer:
-            self._pending.append([(safe_name(name), value, now, step) for name, value in known.items()])
-            self._count(len(known))
+    def follow(self, history: list[dict[str, Any]]) -> None:
+        """Send the rows of a training's history, also those to be added, unless the store has them already."""
+        assert not self._rows, "the rows of another history were given before"
+        self._stored = None
+        self._rows, self._read_row = history, history_metrics
 
-    def flush(self) -> None:
-        """Send what has gathered. What cannot be sent is kept for the next time."""
-        if self._client is None or self.run_id is None:
-            return
-        from mlflow.entities import Metric
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Send metrics soon; None and NaN are left out."""
+        self._rows.append((step, metrics))
 
-        with self._sending:
-            while rows := self._take():
-                try:
-                    check_reachable(self.uri)  # else MLflow's own retries: minutes, each with a warning
-                    self._client.log_batch(self.run_id, metrics=[Metric(*row) for row in rows], synchronous=True)
-                except store_errors() as error:
-                    with self._buffer:
-                        self._pending.appendleft(rows)
-                        self._count(len(rows))
-                    if not self._failing:
-                        logger.warning(
-                            "metrics cannot be sent to %s and are kept: %s", redact_credentials(self.uri), brief(error)
-                        )
-                    self._failing = True
-                    return
-                self._failing = False
-
-    def remember(self, names: Sequence[str], *, otherwise: Collection[int] = ()) -> None:
-        """What holds one of these metrics at a step where the store has it is not sent again: a run that goes on does
-        some steps once more, to the same numbers. `otherwise`: the steps to take for sent if the store does not say."""
+    def log_artifacts(self, local_folder: Path, name: str) -> None:
+        """The files of a folder as an artifact."""
         if self._client is None or self.run_id is None:
             return
         try:
             check_reachable(self.uri)
-            for name in names:
-                self._sent[name] = {found.step for found in self._client.get_metric_history(self.run_id, name)}
+            self._client.log_artifacts(self.run_id, str(local_folder), name)
         except store_errors() as error:
-            logger.warning("what %s has of the run could not be read: %s", redact_credentials(self.uri), brief(error))
-            self._sent = {name: set(otherwise) for name in names}
+            logger.warning("%s could not be written to %s: %s", name, redact_credentials(self.uri), brief(error))
 
-    def log_text(self, text: str, name: str) -> None:
-        """A text as an artifact."""
-        if self._client is not None and self.run_id is not None:
-            with self._or_warn(name):
-                self._client.log_text(self.run_id, text, name)
-
-    def log_artifacts(self, local_folder: Path, name: str) -> None:
-        """The files of a folder as an artifact."""
-        if self._client is not None and self.run_id is not None:
-            with self._or_warn(name):
-                self._client.log_artifacts(self.run_id, str(local_folder), name)
-
-    def register(
-        self, checkpoint: Path, base_model: str, metrics: Mapping[str, float | None], card: str
-    ) -> RegisteredEditor | None:
+    def register(self, checkpoint: Path, base_model: str, metrics: Metrics, card: str) -> RegisteredEditor | None:
         """A new version of the editor in the model registry."""
         if self._client is None or self.run_id is None:
             return None
@@ -189,27 +167,27 @@ class Tracker:
             return register_editor(self._client, self.run_id, name, checkpoint, base_model, metrics, card)
 
     def finish(self, status: Status = "FINISHED") -> None:
-        """Send the rest and end the run; where the store is away, the watcher goes on trying to end it."""
+        """Send the rest and end the run; where the store is away, the watcher keeps trying to end it."""
         if self._client is None or self.run_id is None or self._ended.is_set():
             return
         self._ended.set()
         last_line: str = ENDED
         try:
-            self._writer.join(2 * PATIENCE)
-            if self._writer.is_alive():  # inside MLflow's own retries, which take minutes
+            self._sender.join(2 * ANSWER_SECONDS)
+            if self._sender.is_alive():  # inside MLflow's own retries, which take minutes
                 raise TimeoutError("the store does not answer")
             check_reachable(self.uri)
-            self.flush()
+            self._send_rows()
             end_run(self._client, self.run_id, self.driver, status)
         except store_errors() as error:
             logger.warning(
                 "the run could not be ended as %s in %s: %s", status, redact_credentials(self.uri), brief(error)
             )
             last_line = status
-        if self._pending:
-            logger.warning("%d metrics were never sent to %s", self._waiting, redact_credentials(self.uri))
-        if self._watcher is not None:
-            _dismiss(self._watcher, last_line)
+        if self._batch or self._next < len(self._rows):
+            logger.warning("the last metrics were not sent to %s", redact_credentials(self.uri))
+        assert self._watcher is not None
+        _dismiss(self._watcher, last_line)
 
     def __enter__(self) -> Tracker:
         return self
@@ -222,51 +200,66 @@ class Tracker:
         else:
             self.finish("KILLED" if issubclass(kind, KeyboardInterrupt | SystemExit | RunStopped) else "FAILED")
 
-    def _write(self, seconds: float) -> None:
+    # --- sending ----------------------------------------------------------------------------------------
+
+    def _keep_sending(self, seconds: float) -> None:
         while not self._ended.wait(seconds):
-            self.flush()
+            try:
+                self._send_rows()
+                self._failing = False
+            except store_errors() as error:
+                if not self._failing:
+                    logger.warning("metrics cannot be sent to %s now: %s", redact_credentials(self.uri), brief(error))
+                self._failing = True
 
-    def _take(self) -> _Row:
-        """As much as one call may hold. What was logged together is sent together, so that the store has all of it or
-        nothing, unless it is more than that."""
-        with self._buffer:
-            taken: _Row = []
-            while self._pending and len(taken) + len(self._pending[0]) <= METRICS_PER_CALL:
-                taken += self._pending.popleft()
-            if not taken and self._pending:
-                taken, self._pending[0] = self._pending[0][:METRICS_PER_CALL], self._pending[0][METRICS_PER_CALL:]
-            self._waiting -= len(taken)
-        return taken
+    def _send_rows(self) -> None:
+        """Send what is not sent yet; after an error, the next call resumes where this one stopped."""
+        assert self._client is not None and self.run_id is not None
+        while self._batch or self._next < len(self._rows):
+            check_reachable(self.uri)  # else MLflow's own retries: minutes, each with a warning
+            if self._stored is None:  # a resumed run
+                marks = {name: self._client.get_metric_history(self.run_id, name) for name in _MARKS}
+                self._stored = {name: {metric.step for metric in metrics} for name, metrics in marks.items()}
+            self._batch = self._batch or self._next_batch(self._stored)
+            if self._batch:
+                self._client.log_batch(self.run_id, metrics=self._batch[:METRICS_PER_CALL], synchronous=True)
+                del self._batch[:METRICS_PER_CALL]
 
-    def _count(self, more: int) -> None:
-        """So many more wait; of too many the oldest go."""
-        self._waiting += more
-        while self._waiting > MOST_PENDING and len(self._pending) > 1:
-            self._waiting -= len(self._pending.popleft())
+    def _next_batch(self, stored: Mapping[str, set[int]]) -> list[Metric]:
+        """The metrics of the next rows, as many as fit into one call: the store has all of a row or nothing of it,
+        unless the row alone is larger."""
+        from mlflow.entities import Metric
 
-    @contextmanager
-    def _or_warn(self, name: str) -> Iterator[None]:
-        try:
-            check_reachable(self.uri)
-            yield
-        except store_errors() as error:
-            logger.warning("%s could not be written to %s: %s", name, redact_credentials(self.uri), brief(error))
+        batch: list[Metric] = []
+        now = int(time.time() * 1000)
+        while self._next < len(self._rows):
+            step, metrics = self._read_row(self._rows[self._next])
+            known = {name: value for name, value in metrics.items() if value is not None and not math.isnan(value)}
+            if any(step in stored.get(name, ()) for name in known):
+                known = {}
+            if batch and len(batch) + len(known) > METRICS_PER_CALL:
+                break
+            batch += [Metric(safe_name(name), float(value), now, step) for name, value in known.items()]
+            self._next += 1
+        return batch
 
-    def _describe(self, tags: Mapping[str, str]) -> None:
+    def _describe(self, client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None:
         """The config as params and as a file. MLflow's params never change: a resumed run's changes become tags."""
         from mlflow.entities import Param, RunTag
 
-        assert self._client is not None and self.run_id is not None
         config = json.loads(redact_credentials(self.config.model_dump_json()))
-        params = {safe_name(key): value[:PARAM_LENGTH] for key, value in _flat(config)}
-        before = self._client.get_run(self.run_id).data.params
+        params = {
+            safe_name(key): (value if isinstance(value, str) else json.dumps(value))[:PARAM_LENGTH]
+            for key, value in flatten(config).items()
+        }
+        before = client.get_run(run_id).data.params
         changed = {f"resumed.{key}": value for key, value in params.items() if before.get(key, value) != value}
         fresh = [Param(key, value) for key, value in params.items() if key not in before]
         for first in range(0, len(fresh), PARAMS_PER_CALL):
-            self._client.log_batch(self.run_id, params=fresh[first : first + PARAMS_PER_CALL], synchronous=True)
-        described = [RunTag(key, str(value)) for key, value in {**tags, **changed}.items()]
-        self._client.log_batch(self.run_id, tags=described, synchronous=True)
-        self._client.log_text(self.run_id, json.dumps(config, indent=1, ensure_ascii=False) + "\n", "config.json")
+            client.log_batch(run_id, params=fresh[first : first + PARAMS_PER_CALL], synchronous=True)
+        run_tags = [RunTag(key, str(value)) for key, value in {**tags, **changed}.items()]
+        client.log_batch(run_id, tags=run_tags, synchronous=True)
+        client.log_text(run_id, json.dumps(config, indent=1, ensure_ascii=False) + "\n", "config.json")
 
 
 # --- pieces ------------------------------------------------------------------------------------------
@@ -297,24 +290,16 @@ def _start_watcher(uri: str, run_id: str, driver: str) -> subprocess.Popen[bytes
 
 def _dismiss(watcher: subprocess.Popen[bytes], last_line: str) -> None:
     try:
-        watcher.communicate(f"{last_line}\n".encode(), timeout=PATIENCE if last_line == ENDED else 0.1)
+        watcher.communicate(f"{last_line}\n".encode(), timeout=ANSWER_SECONDS if last_line == ENDED else 0.1)
     except subprocess.TimeoutExpired:
         logger.debug("the watcher %d is still busy", watcher.pid)
 
 
 def _versions() -> dict[str, str]:
-    found = {"version.malmen": malmen.__version__, "version.python": sys.version.split()[0]}
+    versions = {"version.malmen": malmen.__version__, "version.python": sys.version.split()[0]}
     for name in ("torch", "transformers", "ray", "deepspeed", "mlflow"):
         try:
-            found[f"version.{name}"] = metadata.version(name)
+            versions[f"version.{name}"] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value if isinstance(value, str) else json.dumps(value)
+    return versions

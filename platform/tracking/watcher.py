@@ -2,8 +2,9 @@
 
     MLFLOW_TRACKING_URI=… python -m malmen.platform.tracking.watcher RUN_ID DRIVER
 
-It sleeps on a pipe from the driver and imports nothing heavy before it is needed. The store's address comes through
-the environment, because it may hold a password and everyone can read a command line.
+A driver that gets SIGKILL can do nothing any more, and MLflow has no timeout for runs, so another process must watch.
+It sleeps on a pipe from the driver and imports nothing heavy before it is needed. The store's address comes through the
+environment: it may hold a password, and all users can read a command line.
 """
 
 from __future__ import annotations
@@ -16,27 +17,27 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-ENDED = "ended"  # the driver's last line when there is nothing left to do
-DRIVER_TAG = "malmen.driver"  # which driver a run belongs to now: a resumed run has another one
+ENDED = "ended"  # the driver's last line when nothing is left to do
+DRIVER_TAG = "malmen.driver"  # the driver that a run belongs to; a resumed run has another one
 
 
 def main() -> None:
-    """Wait for the driver's last line; its end without one means that it was killed."""
+    """Wait for the driver's last line: ENDED, or the status to set. Its end without one means that it was killed."""
     run_id, driver = sys.argv[1:]
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if os.fork():  # nobody's child: `ray job stop` kills all that descend from the driver, at once
+    if os.fork():  # no child of the driver: `ray job stop` kills all its descendants
         os._exit(0)
-    said = sys.stdin.readline().strip()
-    if said != ENDED:
+    message = sys.stdin.readline().strip()
+    if message != ENDED:
         from mlflow import MlflowClient
 
         client = MlflowClient()
         if client.get_run(run_id).info.status == "RUNNING":
-            end_run(client, run_id, driver, said or "KILLED")
+            end_run(client, run_id, driver, message or "KILLED")
 
 
 def end_run(client: MlflowClient, run_id: str, driver: str, status: str) -> None:
-    """Set the status of a run that is still this driver's."""
+    """Set the status of a run, unless it belongs to another driver by now."""
     if client.get_run(run_id).data.tags.get(DRIVER_TAG) == driver:
         client.set_terminated(run_id, status)
 

@@ -78,7 +78,7 @@ def test_lm_ranks_and_the_only_actor_are_killed(
         "malmen.platform.hypernet_group.HypernetActor", dying_actor({5: ("backward", "before")}, tmp_path)
     )
     deaths = {3: "meta_backward", 4: "trace"}
-    monkeypatch.setattr("malmen.platform.train.train_loop", dying_loop(deaths, tmp_path))
+    monkeypatch.setattr("malmen.platform.lm_workers.train_loop", dying_loop(deaths, tmp_path))
     cluster = {"lm_workers": 2, "max_failures": 4}
     config = make_platform_config("gpt2", models, training=STEPS, cluster=cluster, lm={"sharding": "zero3"})
     found = train(config, tmp_path / "run")
@@ -110,10 +110,10 @@ def test_a_killed_driver_leaves_nothing_behind_and_the_same_command_goes_on(mode
     run_id = json.loads((tmp_path / "run" / "run.json").read_text())["facts"]["mlflow_run"]
     wait_until(lambda: client.get_run(run_id).info.status == "KILLED", "the end of the MLflow run")
 
-    said: list[str] = []
-    again = train(config, tmp_path / "run", listener=Listener(event=said.append))
-    went_on = re.match(r"going on from step (\d+) ", said[0])
-    assert went_on and 3 <= int(went_on[1]) < 80, said
+    messages: list[str] = []
+    again = train(config, tmp_path / "run", listener=Listener(event=messages.append))
+    resumed = re.fullmatch(r"resuming .*/run after step (\d+)", messages[0])
+    assert resumed and 3 <= int(resumed[1]) < 80, messages
     assert (again.steps, again.tracking_run) == (80, run_id)
     assert again.registered is not None and again.registered.uri.startswith("models:/malmen-gpt2/")
     assert client.get_run(run_id).info.status == "FINISHED"

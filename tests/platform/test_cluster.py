@@ -59,7 +59,7 @@ def test_a_wrong_address_on_the_command_line_is_one_message(tmp_path: Path) -> N
 def test_a_relative_folder_in_a_ray_job_is_wrong_usage(malmen: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     code, _, err = malmen("train", "builtin", *SMALL, "--out", "run")
-    assert (code, "give a whole path" in err) == (2, True), err
+    assert (code, "give an absolute path" in err) == (2, True), err
 
 
 def test_a_ray_job_that_keeps_its_run_elsewhere_says_where_mlflow_is(
@@ -131,7 +131,7 @@ def test_roles_overlap_unless_they_share_one_machines_cores(
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("role", [{"lm_workers": 2, "lm_gpus": 0.5}, {"hypernet_actors": 2, "hypernet_gpus": 0.5}])
 def test_processes_that_talk_to_each_other_do_not_share_a_gpu(role: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=r"_gpus=0\.5 for 2 processes: NCCL wants a whole GPU"):
+    with pytest.raises(UsageError, match=r"_gpus=0\.5 for 2 processes: NCCL needs a whole GPU"):
         size_roles(ClusterConfig(**role), ModelConfig(), own=False)
 
 

@@ -18,7 +18,6 @@ from malmen.lm.layers import LayerSpec, find_layers
 from malmen.lm.model import LanguageModel, fact_encoder, load_lm
 from malmen.lm.trace import Traces
 from malmen.lm_side import LMSide
-from malmen.platform.hypernet_actor import EVALUATION
 from malmen.platform.hypernet_group import HypernetGroup
 from malmen.platform.wire import to_tensor
 from malmen.training import make_editor
@@ -70,20 +69,20 @@ def test_three_actors_that_share_two_layers_equal_one_editor(
             expected.backward(solved, grads)
             expected.step()
             group.put_grads(step, grads)
-            group.finish(group.start_backward(step, {"losses": step}))
-            group.finish(group.start_backward(step, {}))  # asked twice, done once
-            assert [(report["step"], report["told"]) for report in group.reports()] == [(step, {"losses": step})] * 3
-        group.put_traces(EVALUATION, 0, traces)
-        _, told = group.solve(EVALUATION, "float64")
-        assert (told["mean_residual"] is None) == (aggregation == "sum")  # a sum has no equation to miss
+            reports = group.finish(group.start_backward(step))
+            assert group.finish(group.start_backward(step)) == reports == group.reports()  # asked twice, done once
+            assert [report.step for report in reports] == [step + 1] * 3
+        group.put_traces(None, 0, traces)
+        _, mean_residual = group.solve(None, "float64")
+        assert (mean_residual is None) == (aggregation == "sum")  # a sum has no equation to miss
         states = ray.get([actor.snapshot.remote() for actor in group.actors], timeout=60)
     finally:
         for actor in group.actors:
             ray.kill(actor)
-    assert [state["steps_done"] for state in states] == [2, 2, 2]
+    assert [state.progress for state in states] == [(2, False)] * 3
     for state in states:
-        assert all((state["editor"][name] == array).all() for name, array in states[0]["editor"].items())
-    found = {name: to_tensor(array) for name, array in states[0]["editor"].items()}
+        assert all((state.editor[name] == array).all() for name, array in states[0].editor.items())
+    found = {name: to_tensor(array) for name, array in states[0].editor.items()}
     # Where a gradient cancels to near zero (a bias under summed shifts), Adam blows its rounding up to a share of its
     # step of 1e-2: 2e-11 was seen, so 1e-10 is allowed there.
     assert_close(found, dict(expected.state_dict()), rtol=1e-9, atol=1e-10)

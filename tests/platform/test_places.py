@@ -10,17 +10,13 @@ import pytest
 import ray
 from platform_runs import UnreadBoard, make_platform_config
 
-from malmen.config import Config
 from malmen.errors import EditError
 from malmen.lm.layers import find_layers
 from malmen.lm.model import load_skeleton
 from malmen.platform.hypernet_group import HypernetGroup
 from malmen.platform.lm_worker import LMWorker
 from malmen.platform.places import check_shared
-from malmen.platform.tracking.tracker import Tracker
-from malmen.platform.train import Listener, _take
 from malmen.platform.train_loop import LoopSettings, Rank
-from malmen.runs.run_folder import HISTORY, RunFolder
 from malmen.runs.storage import RunStore
 
 
@@ -31,7 +27,7 @@ def _save(run: Path, step: int) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("malmen.platform.places.PATIENCE", 0.0)
+    monkeypatch.setattr("malmen.platform.places.VISIBLE_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -54,27 +50,6 @@ def test_a_shared_file_system_may_show_a_checkpoint_late(tmp_path: Path) -> None
     late.start()
     check_shared(RunStore(tmp_path), 2)
     late.join()
-
-
-@pytest.mark.usefixtures("impatient")
-def test_a_driver_that_does_not_see_the_checkpoints_ends_the_run(tmp_path: Path) -> None:
-    folder = RunFolder(RunStore(tmp_path), Config(), None, 0)
-    row = {"kind": "checkpoint", "step": 3, "path": str(tmp_path / "checkpoint-0000003")}
-    with pytest.raises(EditError, match="a folder that all nodes share"):
-        _take(row, folder, Tracker(Config()), Listener())
-    _save(tmp_path, 3)
-    _take(row, folder, Tracker(Config()), Listener())
-
-
-def test_a_storage_that_cannot_be_appended_to_has_the_history_before_what_follows_from_it() -> None:
-    place = RunStore("memory://places/run")
-    folder, nobody = RunFolder(place, Config(), None, 0), (Tracker(Config()), Listener())
-    losses = dict.fromkeys(("generalization_loss", "locality_loss", "meta_loss", "grad_norm"), 0.5)
-    _take({"kind": "step", "step": 1, "seconds": {}, **losses}, folder, *nobody)
-    _take({"kind": "saving", "step": 1}, folder, *nobody)
-    assert len(place.read_text(HISTORY).splitlines()) == 1
-    _take({"kind": "evaluation", "step": 1, "scores": {"edit_success": 0.5}, "lm_memory": []}, folder, *nobody)
-    assert len(place.read_text(HISTORY).splitlines()) == 2
 
 
 @pytest.mark.ray

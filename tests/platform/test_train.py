@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,20 +12,22 @@ import pytest
 import ray
 from chaos import hanging_actor, overflowing_loop
 from mlflow import MlflowClient
-from platform_runs import UnreadBoard, make_platform_config, train_in_turn
+from platform_runs import UnreadBoard, history_rows, make_platform_config, train_in_turn
 from torch.testing import assert_close
 
 from malmen.config import Config
 from malmen.data.splits import data_fingerprint, validation_records
-from malmen.editor import Editor
+from malmen.editor import Editor, seeded_editor
 from malmen.errors import EditError
 from malmen.lm.layers import find_layers
 from malmen.lm.model import load_skeleton
 from malmen.platform.board import Board
+from malmen.platform.cluster import Roles
+from malmen.platform.events import Began, Event, StepDone
 from malmen.platform.hypernet_group import HypernetGroup
 from malmen.platform.lm_worker import LMWorker
 from malmen.platform.tracking.tracker import Tracker
-from malmen.platform.train import Listener, TrainedEditor, _follow, train
+from malmen.platform.train import Listener, Processes, TrainedEditor, train
 from malmen.platform.train_loop import LoopSettings, Rank
 from malmen.runs.checkpoint import load_editor
 from malmen.runs.checkpoint_lookup import read_state
@@ -152,8 +155,12 @@ def test_a_model_loaded_in_parts_gives_the_whole_models_scores(two_ranks: Runs, 
     """In float32, where no rank ever holds all weights (a float64 model is loaded whole and cut then)."""
     configs, found = two_ranks
     editor, scores = alone(configs["float32"])
-    state = load_editor(found["float32"].checkpoint).state_dict()
-    assert_close(dict(state), dict(editor.state_dict()), rtol=1e-3, atol=1e-4)
+    state, expected = load_editor(found["float32"].checkpoint).state_dict(), dict(editor.state_dict())
+    assert_close(dict(state), expected, rtol=1e-3, atol=1e-4)
+    with pytest.raises(AssertionError):  # the control: training moves θ much further than the tolerance
+        assert_close(
+            dict(seeded_editor(editor.layers, configs["float32"]).state_dict()), expected, rtol=1e-3, atol=1e-4
+        )
     assert found["float32"].scores["max_shift_ratio"] == pytest.approx(scores["max_shift_ratio"], rel=1e-3)
 
 
@@ -167,9 +174,9 @@ def test_a_run_on_a_storage_that_only_fsspec_knows_is_logged_and_registered_by_t
         patch.setattr(Tracker, "register", _registry_is_away)
         with pytest.raises(EditError, match="the registry is away"):
             train(config, out)
-    said: list[str] = []
-    found = train(config, out, listener=Listener(event=said.append))
-    assert said[0].startswith("going on from step 3") and "5 of the 5 held-out records" in said[1]  # the same file
+    messages: list[str] = []
+    found = train(config, out, listener=Listener(event=messages.append))
+    assert messages[0] == f"resuming {out} after step 3" and "5 of the 5 held-out records" in messages[1]  # one file
     assert found.checkpoint == f"{out}/checkpoint-0000003" and found.registered is not None
     assert_equal_runs(found, alone(config))
     with pytest.raises(EditError, match="already holds a finished run"):
@@ -213,19 +220,21 @@ def test_nothing_is_saved_before_the_driver_has_written_what_led_to_it(models: P
     """Else a killed driver's history would lack steps that a resumed run does not make again."""
 
     class SlowBoard(Board):
-        """Asked whether all is written, it says no and then yes, and notes what was told last and what is saved."""
+        """Asked whether all is written, it says no and then yes, and notes the last event and what is saved."""
 
         def written(self) -> bool:
             run = RunStore(tmp_path / "run")
             saved = read_state(run.join(run.checkpoints()[-1])) if run.checkpoints() else {"step": 0, "scores": {}}
-            told = [row["kind"] for row in self._rows if row["kind"] != "asked"][-1]
-            self._rows.append({"kind": "asked", "what": (told, saved["step"], bool(saved["scores"]))})
-            return [row["kind"] for row in self._rows].count("asked") % 2 == 0
+            with questions.open("a") as file:
+                line = [type(self._events[-1]).__name__, saved["step"], bool(saved["scores"])]
+                file.write(json.dumps(line) + "\n")
+            return len(questions.read_text().splitlines()) % 2 == 0
 
+    questions = tmp_path / "questions.jsonl"
     config = make_platform_config("gpt2", models, training={"steps": 2, "checkpoint_every": 1})
-    history = train_in_turn({"run": config}, tmp_path, SlowBoard)["run"].history
-    asked = [row["what"] for row in history if row["kind"] == "asked"]
-    assert asked[::2] == asked[1::2] == [("saving", 0, False), ("saving", 1, False), ("evaluation", 2, False)]
+    train_in_turn({"run": config}, tmp_path, SlowBoard)
+    asked = [json.loads(line) for line in questions.read_text().splitlines()]
+    assert asked[::2] == asked[1::2] == [["Saving", 0, False], ["Saving", 1, False], ["Evaluated", 2, False]]
     assert read_state(tmp_path / "run")["scores"]
 
 
@@ -242,16 +251,16 @@ def test_a_driver_that_wants_no_more_gets_no_checkpoint_of_what_it_has_not_writt
     assert RunStore(tmp_path / "run").checkpoints() == []
 
 
-def test_a_step_that_its_rank_told_nobody_of_is_told_by_the_next(
+def test_a_step_that_its_rank_did_not_report_is_reported_by_the_next(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first rank is lost when the actors have ended step 2 and before it says so. Both ranks are this process."""
-    tell = Rank._record_step
+    post = Rank._post
 
-    def lost(self: Rank, step: int, *args: Any) -> None:
-        if step == 2:
+    def lost(self: Rank, event: Event) -> None:
+        if isinstance(event, StepDone) and event.step == 2:
             raise KeyboardInterrupt
-        tell(self, step, *args)
+        post(self, event)
 
     config = make_platform_config("gpt2", models, training={"checkpoint_every": 100})
     layers = find_layers(load_skeleton(config.model)[0], config.editor.layers, config.editor.ffn)
@@ -261,25 +270,31 @@ def test_a_step_that_its_rank_told_nobody_of_is_told_by_the_next(
     try:
         worker = LMWorker(config, 0, 1, lambda _doing: None)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(Rank, "_record_step", lost)
+            patch.setattr(Rank, "_post", lost)
             Rank(loop, worker).run()
         Rank(loop, worker).run()
-        told = ray.get(board.take.remote(), timeout=60)
+        events = ray.get(board.take.remote(), timeout=60)
     finally:
         for actor in (*group.actors, board):
             ray.kill(actor)
-    rows = [(row["kind"], row["step"]) for row in told if row["kind"] in ("begins", "step")]
-    assert rows == [("begins", 0), ("step", 1), ("begins", 2), ("step", 2), ("step", 3)]
-    whole = train_in_turn({"whole": config}, tmp_path)["whole"].history
-    losses = [[row["meta_loss"] for row in found if row["kind"] == "step"] for found in (told, whole)]
+    steps = [(type(event), event.step) for event in events if isinstance(event, Began | StepDone)]
+    assert steps == [(Began, 0), (StepDone, 1), (Began, 2), (StepDone, 2), (StepDone, 3)]
+    uninterrupted = train_in_turn({"whole": config}, tmp_path)["whole"].history
+    losses = [
+        [row["meta_loss"] for row in rows if "meta_loss" in row] for rows in (history_rows(events), uninterrupted)
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+    lm_side = [
+        [row["bytes_moved"] for row in rows if "meta_loss" in row] for rows in (history_rows(events), uninterrupted)
+    ]
+    assert lm_side[0] == lm_side[1]
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_platform_config("gpt2", models, training={"checkpoint_every": 1})
-    monkeypatch.setattr("malmen.platform.train.train_loop", overflowing_loop(step=2))
+    monkeypatch.setattr("malmen.platform.lm_workers.train_loop", overflowing_loop(step=2))
     with pytest.raises(EditError, match=r"step 2: the meta loss is nan; .*transformer\.h\.2.*; the records were r\d+"):
         train(config, tmp_path / "run")
     assert load_editor(tmp_path / "run").steps_done == 2
@@ -304,6 +319,8 @@ def test_a_hang_is_reported_with_who_waits_for_whom(
     layers = find_layers(load_skeleton(config.model)[0], "last:1")
     board = ray.remote(Board).options(num_cpus=0).remote()
     group = HypernetGroup.start(config, layers, str(tmp_path), resources={"num_cpus": 0.1}, threads=1)
+    impatient = make_platform_config("gpt2", models, cluster={"stall_seconds": 2})
+    roles, loop = Roles({}, {}, 1, 1, False), LoopSettings(impatient, group, board, str(tmp_path), 1, False)
     answers: list[str] = []
 
     def wait_for_shifts() -> None:
@@ -317,7 +334,7 @@ def test_a_hang_is_reported_with_who_waits_for_whom(
         group.heal(lambda: None)
         rank.start()
         with pytest.raises(EditError, match=r"nothing happened for .*=2; who does what: LM rank 0: waiting for the sh"):
-            list(_follow(board, group, rank, stall_seconds=2))
+            list(Processes(board, group, roles, loop, rank).events())
         rank.join(60)
     finally:
         for actor in (*group.actors, board):

@@ -6,10 +6,11 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from malmen.errors import EditError
 from malmen.platform.hypernet_actor import HypernetActor
 
 
@@ -20,6 +21,55 @@ def die_once(mark: Path) -> None:
     except FileExistsError:
         return
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def mortal_actor(once: Sequence[int], always: int, marks: Path) -> type[HypernetActor]:
+    """HypernetActor of which one dies before it solves some steps, and all die whenever they are to solve `always`."""
+
+    def solve(self: HypernetActor, generation: str, step: int | None, dtype: str) -> Any:
+        if step in once:
+            die_once(marks / f"actor{step}")
+        if step == always:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return HypernetActor.solve(self, generation, step, dtype)
+
+    return type("HypernetActor", (HypernetActor,), {"solve": solve})
+
+
+def mortal_loop(once: Sequence[int], always: int, marks: Path) -> Callable[[Mapping[str, Any]], None]:
+    """The ranks' loop, in which one dies at some steps, and all die whenever they are at step `always`."""
+
+    def loop(settings: Mapping[str, Any]) -> None:
+        from malmen.platform import train_loop
+        from malmen.platform.lm_worker import LMWorker
+
+        class MortalWorker(LMWorker):
+            def meta_backward(self, at: int, *args: Any) -> Any:
+                if at in once:
+                    die_once(marks / f"lm{at}")
+                if at == always:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return super().meta_backward(at, *args)
+
+        train_loop.LMWorker = MortalWorker  # type: ignore[misc]
+        train_loop.train_loop(settings)
+
+    return loop
+
+
+def unreadable_loop() -> Callable[[Mapping[str, Any]], None]:
+    """The ranks' loop, in which the storage cannot be read when the actors are restored."""
+
+    def loop(settings: Mapping[str, Any]) -> None:
+        from malmen.platform import train_loop
+
+        def saved_step(self: Any) -> None:
+            raise EditError("the storage cannot be read")
+
+        train_loop.Rank._saved_step = saved_step  # type: ignore[method-assign,assignment]
+        train_loop.train_loop(settings)
+
+    return loop
 
 
 def dying_actor(deaths: Mapping[int, tuple[str, str]], marks: Path) -> type[HypernetActor]:

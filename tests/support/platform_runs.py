@@ -15,15 +15,18 @@ from malmen.config import Config
 from malmen.lm.layers import find_layers
 from malmen.lm.model import load_skeleton
 from malmen.platform.board import Board
+from malmen.platform.events import Evaluated, Event, Remark, StepDone
 from malmen.platform.hypernet_group import HypernetGroup
 from malmen.platform.lm_worker import LMWorker
 from malmen.platform.train import TrainedEditor
 from malmen.platform.train_loop import LoopSettings, Rank
 from malmen.runs.checkpoint_lookup import latest_checkpoint, read_state
 
+END = Remark("this run has ended")
+
 
 class UnreadBoard(Board):
-    """Nobody reads it before the end, and nobody waits for that."""
+    """No driver reads it before the end, and no rank waits for that."""
 
     def written(self) -> bool:
         return True
@@ -52,8 +55,8 @@ def make_platform_config(kind: str, folder: Path, **changes: dict[str, Any]) -> 
 def train_in_turn(
     configs: Mapping[str, Config], out: Path, board_type: type[Board] = UnreadBoard
 ) -> dict[str, TrainedEditor]:
-    """What `train` does, for several configs one after the other on the same Ray Train workers, whose start takes most
-    of such a run's time; a single rank runs in this process. All configs must want as many LM workers."""
+    """Do what `train` does, for several configs in turn on the same Ray Train workers, whose start takes most of such a
+    run's time; a single rank runs in this process. All configs must have the same number of LM workers."""
     board = ray.remote(board_type).options(num_cpus=0).remote()
     groups, loops = {}, []
     try:
@@ -73,18 +76,24 @@ def train_in_turn(
                 torch_config=TorchConfig(backend="gloo", timeout_s=120),
                 run_config=RunConfig(name="in-turn", storage_path=str(out / ".ray_train")),
             ).fit()
-        rows = ray.get(board.take.remote(), timeout=60)
+        events = ray.get(board.take.remote(), timeout=60)
     finally:
         for actor in (board, *(actor for group in groups.values() for actor in group.actors)):
             ray.kill(actor)
-    found = {}
+    trained = {}
     for name in configs:
         checkpoint = latest_checkpoint(out / name)
         state = read_state(checkpoint)
-        end = rows.index({"kind": "end"})
-        found[name] = TrainedEditor(out / name, checkpoint, state["step"], state["scores"], 0.0, rows[:end])
-        del rows[: end + 1]
-    return found
+        end = events.index(END)
+        history = history_rows(events[:end])
+        trained[name] = TrainedEditor(out / name, checkpoint, state["step"], state["scores"], 0.0, history)
+        del events[: end + 1]
+    return trained
+
+
+def history_rows(events: list[Event]) -> list[dict[str, Any]]:
+    """What a driver writes of these events."""
+    return [dict(vars(event)) for event in events if isinstance(event, StepDone | Evaluated)]
 
 
 def _ranks(settings: Mapping[str, Any]) -> None:
@@ -97,4 +106,4 @@ def _run_loops(loops: list[LoopSettings], rank: int, size: int) -> None:
     for loop in loops:
         Rank(loop, LMWorker(loop.config, rank, size, lambda _doing: None)).run()
         if rank == 0:
-            ray.get(loop.board.record.remote({"kind": "end"}), timeout=60)
+            ray.get(loop.board.post.remote(END), timeout=60)

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from malmen.config import Config, ModelConfig
 from malmen.data.tokens import MetaBatch, make_batches
 from malmen.errors import EditError, UsageError
-from malmen.lm.devices import resolve_device, resolve_dtype
+from malmen.lm.devices import peak_memory_mb, resolve_device, resolve_dtype
 from malmen.lm.layers import find_layers
 from malmen.lm.model import LanguageModel
 from malmen.lm.overlay import Overlay, edited, edited_rows
@@ -100,3 +100,10 @@ def test_memit_refuses_a_model_on_several_devices() -> None:
     lm.model.get_submodule("transformer.ln_f").to("meta")
     with pytest.raises(EditError, match="MEMIT needs the whole model on one device"):
         Memit(lm, Config())
+
+
+def test_a_process_knows_its_peak() -> None:
+    before = peak_memory_mb()["rss"]
+    held = torch.ones(2**25)
+    assert peak_memory_mb()["rss"] >= before > 0
+    del held

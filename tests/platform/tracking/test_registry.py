@@ -76,7 +76,7 @@ def test_an_alias_leads_to_its_version(client: MlflowClient, store: str) -> None
 
 def test_what_is_missing_is_answered_with_what_exists(client: MlflowClient, store: str) -> None:
     client.set_registered_model_alias("malmen-builtin", "tried", "2")
-    with pytest.raises(EditError, match=r"no editor 'malmen-other' .*there is malmen-builtin"):
+    with pytest.raises(EditError, match=r"no editor 'malmen-other' .*registered: malmen-builtin"):
         download_editor("models:/malmen-other/1", store)
     with pytest.raises(EditError, match=r"no version 7 .*versions: 1, 2"):
         download_editor("models:/malmen-builtin/7", store)
@@ -98,7 +98,7 @@ def test_a_checkpoint_that_is_not_whole_is_not_registered(store: str, trained: P
     config = Config.model_validate({"tracking": {"uri": store}})
     with (
         Tracker.start(config, str(trained), {}) as tracker,
-        pytest.raises(EditError, match=r"holds no editor\.safetensors"),
+        pytest.raises(EditError, match=r"lacks editor\.safetensors"),
     ):
         tracker.register(broken, "fingerprint", {}, "card")
 

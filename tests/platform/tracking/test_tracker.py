@@ -13,10 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 from mlflow import MlflowClient
-from mlflow.entities import Run
+from mlflow.entities import Metric, Run
 
 from malmen.config import Config, TrackingConfig
 from malmen.errors import EditError
+from malmen.platform.tracking.store import check_reachable
 from malmen.platform.tracking.tracker import Tracker, tracking_uri
 
 pytestmark = pytest.mark.slow  # MLflow makes its tables
@@ -41,8 +42,8 @@ def client(runs: Path) -> MlflowClient:
 
 
 def start(runs: Path, name: str = "a", **settings: object) -> Tracker:
-    """A tracker that sends only when told."""
-    return Tracker.start(Config.model_validate(settings), str(runs / name), {}, flush_seconds=1000)
+    """A tracker that sends only at the end."""
+    return Tracker.start(Config.model_validate(settings), str(runs / name), {}, send_seconds=1000)
 
 
 def run_of(client: MlflowClient, tracker: Tracker) -> Run:
@@ -75,8 +76,6 @@ def test_the_store_is_configured_or_in_the_environment_or_beside_the_run(
 def test_a_tracker_that_is_switched_off_does_nothing(tmp_path: Path) -> None:
     with start(tmp_path, tracking={"enabled": False}) as tracker:
         tracker.log(1, {"meta_loss": 1.0})
-        tracker.flush()
-        tracker.log_text("text", "note.txt")
         tracker.log_artifacts(tmp_path, "folder")
         assert tracker.register(tmp_path, "fingerprint", {}, "card") is None
         assert tracker.run_id is None
@@ -114,33 +113,47 @@ def test_metrics_of_any_number_and_name_arrive_without_nan_and_none(runs: Path, 
 
 
 def test_metrics_arrive_while_a_long_step_is_still_running(runs: Path, client: MlflowClient) -> None:
-    with Tracker.start(Config(), f"{runs}/long", {}, flush_seconds=0.1) as tracker:
+    with Tracker.start(Config(), f"{runs}/long", {}, send_seconds=0.1) as tracker:
         tracker.log(1, {"meta_loss": 2.0})
         assert wait_for(lambda: run_of(client, tracker).data.metrics == {"meta_loss": 2.0}, seconds=60)
 
 
 def test_metrics_that_cannot_be_sent_are_kept_and_warned_about_once(
-    runs: Path, client: MlflowClient, caplog: pytest.LogCaptureFixture
+    runs: Path, client: MlflowClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with start(runs) as tracker, caplog.at_level(logging.WARNING, "malmen"):
+    attempts: list[str] = []
+
+    def count(uri: str) -> None:
+        attempts.append(uri)
+        check_reachable(uri)
+
+    monkeypatch.setattr("malmen.platform.tracking.tracker.check_reachable", count)
+    with (
+        caplog.at_level(logging.WARNING, "malmen"),
+        Tracker.start(Config(), f"{runs}/a", {}, send_seconds=0.1) as tracker,
+    ):
         assert tracker.run_id is not None
         client.delete_run(tracker.run_id)  # as someone may in the web page
-        for step in (1, 2):
-            tracker.log(step, {"meta_loss": float(step)})
-            tracker.flush()
+        tracker.log(1, {"meta_loss": 1.0})
+        tracker.log(2, {"meta_loss": 2.0})
+        assert wait_for(lambda: len(attempts) >= 3, seconds=60)
         client.restore_run(tracker.run_id)
     [warning] = caplog.records
     assert "metrics cannot be sent" in warning.getMessage()
-    assert len(client.get_metric_history(tracker.run_id, "meta_loss")) == 2
+    history = client.get_metric_history(tracker.run_id, "meta_loss")
+    assert [(metric.step, metric.value) for metric in history] == [(1, 1.0), (2, 2.0)]
 
 
 def test_artifacts_that_cannot_be_written_do_not_end_a_training(
-    runs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    runs: Path, client: MlflowClient, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "plot.txt").write_text("a plot")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "plot.txt").mkdir()
+    (tmp_path / "elsewhere" / "plot.txt" / "text").write_text("where a file stands already")
     with start(runs) as tracker:
-        tracker.log_artifacts(tmp_path, "plots")
-        tracker.log_text("once more", "plots")  # a folder of that name stands there
+        client.log_artifact(tracker.run_id, str(tmp_path / "plot.txt"), "plots")
+        tracker.log_artifacts(tmp_path / "elsewhere", "plots")
     [path] = runs.glob(f"mlartifacts/{tracker.run_id}/artifacts/plots/*")
     assert path.read_text() == "a plot"
     assert "plots could not be written" in caplog.text
@@ -176,48 +189,70 @@ def test_a_resumed_run_goes_on_and_its_changed_settings_are_tags(runs: Path, cli
     assert [metric.step for metric in client.get_metric_history(run.info.run_id, "meta_loss")] == [5, 9]
 
 
-def test_what_the_store_has_of_a_run_that_goes_on_is_not_sent_again(runs: Path, client: MlflowClient) -> None:
-    """Step 2 goes with a killed driver; the run goes on from step 1 and tells of all."""
+HISTORY = [
+    {"step": 1, "meta_loss": 0.5, "seconds": {"trace": 2.0}},
+    {"step": 1, "scores": {"edit_success": 0.9}},
+    {"step": 2, "meta_loss": 0.25, "seconds": {"trace": 1.0}},
+]
+SENT = {"loss/meta": [1, 2], "seconds/trace": [1, 2], "held_out/edit_success": [1]}
+
+
+def sent_steps(client: MlflowClient, tracker: Tracker) -> dict[str, list[int]]:
+    """The steps at which the store has each metric."""
+    names = run_of(client, tracker).data.metrics
+    return {name: [metric.step for metric in client.get_metric_history(tracker.run_id, name)] for name in names}
+
+
+@pytest.mark.parametrize("known", range(4))
+def test_a_resumed_run_sends_the_rows_of_its_history_that_the_store_lacks(
+    known: int, runs: Path, client: MlflowClient
+) -> None:
+    """The driver is killed after some rows were sent; the next one has all of them in the history."""
     with start(runs) as killed:
-        killed.log(1, {"loss/meta": 0.5, "seconds/trace": 2.0})
+        killed.follow(HISTORY[:known])
     with Tracker.start(Config(), f"{runs}/a", {}, run_id=killed.run_id) as tracker:
-        tracker.remember(["loss/meta", "held_out/edit_success"])
-        for step in (1, 2):
-            tracker.log(step, {"loss/meta": 0.5, "seconds/trace": 2.0, "held_out/edit_success": None})
-        tracker.log(1, {"held_out/edit_success": 0.9})
-    for name, steps in {"loss/meta": [1, 2], "seconds/trace": [1, 2], "held_out/edit_success": [1]}.items():
-        assert [found.step for found in client.get_metric_history(tracker.run_id, name)] == steps, name
+        tracker.follow(list(HISTORY))
+    assert sent_steps(client, tracker) == SENT
 
 
-def test_a_store_that_does_not_say_what_it_has_is_sent_what_is_new(
+def test_a_store_that_is_away_when_a_run_is_resumed_gets_each_row_once_it_is_back(
     runs: Path, client: MlflowClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with start(runs) as tracker:
-        there, tracker.uri = tracker.uri, "http://127.0.0.1:1"  # where nobody answers
-        tracker.remember(["loss/meta"], otherwise=range(3))
-        tracker.uri = there
-        for step in (1, 2, 3):
-            tracker.log(step, {"loss/meta": 0.5})
-    assert "could not be read" in caplog.text
-    assert [found.step for found in client.get_metric_history(tracker.run_id, "loss/meta")] == [3]
+    with start(runs) as killed:
+        killed.follow(HISTORY[:1])
+    with Tracker.start(Config(), f"{runs}/a", {}, run_id=killed.run_id, send_seconds=0.1) as tracker:
+        back, tracker.uri = tracker.uri, "http://127.0.0.1:1"  # where nobody answers
+        history = HISTORY[:2]
+        tracker.follow(history)
+        assert wait_for(lambda: "cannot be sent" in caplog.text, seconds=60)
+        history.append(HISTORY[2])
+        tracker.uri = back
+    assert sent_steps(client, tracker) == SENT
 
 
-def test_what_is_logged_at_once_is_sent_at_once(monkeypatch: pytest.MonkeyPatch, runs: Path) -> None:
-    """A driver that is killed between two calls leaves no half of a row."""
+def test_rows_are_sent_while_the_history_grows(runs: Path, client: MlflowClient) -> None:
+    with Tracker.start(Config(), f"{runs}/growing", {}, send_seconds=0.1) as tracker:
+        history: list[dict[str, object]] = []
+        tracker.follow(history)
+        for row in HISTORY:
+            history.append(row)
+            assert wait_for(lambda: tracker._next == len(history), seconds=60)
+    assert sent_steps(client, tracker) == SENT
+
+
+def test_a_row_is_sent_by_one_call(monkeypatch: pytest.MonkeyPatch, runs: Path) -> None:
+    """A driver that is killed between two calls leaves no half of a row, unless one call cannot hold the row."""
+    calls: list[list[int]] = []
+
+    def log_batch(_client: MlflowClient, _run_id: str, metrics: list[Metric], **_options: object) -> None:
+        calls.append([metric.step for metric in metrics])
+
     with start(runs) as tracker:
         monkeypatch.setattr("malmen.platform.tracking.tracker.METRICS_PER_CALL", 5)
-        for step, number in ((1, 2), (2, 2), (3, 2), (4, 7)):
+        monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
+        for step, number in ((1, 2), (2, 2), (3, 2), (4, 7), (5, 1)):
             tracker.log(step, {f"metric{index}": float(index) for index in range(number)})
-        calls = [[step for *_, step in tracker._take()] for _ in range(5)]
-    assert calls == [[1, 1, 2, 2], [3, 3], [4, 4, 4, 4, 4], [4, 4], []]
-
-
-def test_of_too_many_metrics_the_oldest_are_dropped(monkeypatch: pytest.MonkeyPatch, runs: Path) -> None:
-    with start(runs) as tracker:
-        monkeypatch.setattr("malmen.platform.tracking.tracker.MOST_PENDING", 5)
-        for step in range(4):
-            tracker.log(step, {"one": 1.0, "two": 2.0})
-        assert [step for *_, step in tracker._take()] == [2, 2, 3, 3]
+    assert calls == [[1, 1, 2, 2], [3, 3], [4, 4, 4, 4, 4], [4, 4], [5]]
 
 
 def test_a_run_that_was_deleted_or_never_was_is_begun_anew(runs: Path, client: MlflowClient) -> None:
@@ -256,10 +291,12 @@ def test_a_store_that_cannot_be_reached_is_one_clear_error(tmp_path: Path) -> No
 DRIVER = """
 import sys, time
 from malmen.config import Config
+from malmen.platform.tracking.store import check_reachable
 from malmen.platform.tracking.tracker import Tracker
-tracker = Tracker.start(Config(), sys.argv[1], {}, flush_seconds=0.1)
+tracker = Tracker.start(Config(), sys.argv[1], {}, send_seconds=0.1)
 tracker.log(1, {"meta_loss": 1.0})
-tracker.flush()
+while not tracker._next or tracker._batch:
+    time.sleep(0.1)
 print(tracker.run_id, flush=True)
 time.sleep(600)
 """

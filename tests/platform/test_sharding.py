@@ -6,11 +6,11 @@ import sys
 import psutil
 import pytest
 
-# Blocks of 8 MB, each with a small one behind it that stays: glibc could not give the end of its heap back.
+# Blocks of 8 MB, each with a smaller one behind it that stays: glibc cannot return the end of its heap.
 CODE = """
 import ctypes, sys, psutil
 from contextlib import nullcontext
-from malmen.platform.allocator import memory_given_back
+from malmen.platform.sharding import memory_given_back
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 def fill(size):
@@ -20,7 +20,7 @@ def fill(size):
 libc.free(fill(2**24))  # glibc learns that such sizes are freed, and keeps them from now on
 before = psutil.Process().memory_info().rss
 with memory_given_back() if sys.argv[1] == "given_back" else nullcontext():
-    blocks = [(fill(2**23), fill(10_000)) for _ in range(20)]
+    blocks = [(fill(2**23), fill(100_000)) for _ in range(20)]
     for large, _ in blocks:
         libc.free(large)
     print((psutil.Process().memory_info().rss - before) // 2**20)
