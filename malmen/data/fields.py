@@ -45,7 +45,7 @@ class Fields:
         return next((name for name in candidates if name in self), candidates[0])
 
     def prompt(self, name: str, without: str = "") -> str:
-        """A string, without the prefix `without` that some files put before it."""
+        """A string, without the prefix `without` that a file may put before it."""
         return self._text(name, "prompt", self._required(name), without)
 
     def subject(self, prompt: object) -> str | None:

@@ -73,7 +73,7 @@ class TokenBatch:
     def traced_mask(self, stack: str, tokens: str) -> Tensor:
         """The tokens whose keys and value gradients are used (§5: those that output the answer).
 
-        No encoder token outputs an answer in an encoder-decoder: there the whole prompt is used.
+        In an encoder-decoder no encoder token outputs an answer: all tokens of the prompt are used.
         """
         if tokens == "all" or stack != "decoder":
             return self.masks[stack]

@@ -1,4 +1,4 @@
-"""Experiments over Ray: one task for each variant and seed; what is done is in files, so a killed run goes on."""
+"""Experiments over Ray: one task for each variant and seed. Every cell is a file, so a killed run can be resumed."""
 
 from __future__ import annotations
 

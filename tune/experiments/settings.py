@@ -49,7 +49,7 @@ class ExperimentConfig(Section):
     rounds: int = Field(default=8, gt=1, description="rounds of sequential editing, together ablation_edits edits")
     memory_edits: list[int] = Field(default=[32, 64, 128, 256, 512], description="edits of a step whose peak is taken")
     memory_gb: float = Field(default=4.0, gt=0, description="a step that needs more counts as having run out")
-    failures: int = Field(default=10, gt=0, description="rows shown of each kind of failure")
+    failures: int = Field(default=10, gt=0, description="rows of each kind of failure in the report")
     cpus: float = Field(default=1, gt=0, description="of Ray, for each method and seed")
     gpus: float | None = Field(default=None, ge=0, description="the same; default: 1 where the cluster has any")
     generate: bool = Field(default=True, description="also compare freely generated answers")

@@ -28,7 +28,7 @@ class Variant:
 
     @property
     def trained(self) -> bool:
-        """Whether it needs a meta-trained editor: all do but the rivals that are made as they are."""
+        """Whether it needs a meta-trained editor; only the untrained methods of the registry do not."""
         return self.name not in METHODS or METHODS[self.name].trained
 
     def seeded(self, seed: int) -> Config:
