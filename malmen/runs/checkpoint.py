@@ -39,13 +39,7 @@ if TYPE_CHECKING:
 
 
 def save_checkpoint(
-    run: str | Path,
-    editor: Editor,
-    fingerprint: str,
-    scores: Mapping[str, Any] | None = None,
-    *,
-    keep: int = 2,
-    extra: Mapping[str, Any] | None = None,
+    run: str | Path, editor: Editor, fingerprint: str, *, keep: int = 2, extra: Mapping[str, Any] | None = None
 ) -> str | Path:
     """Write `run/checkpoint-STEP` with all that a resumed run needs: θ, normalisers, Adam, state of the generator.
 
@@ -53,7 +47,7 @@ def save_checkpoint(
     """
     store = RunStore(run)
     name = f"{CHECKPOINT_PREFIX}{editor.steps_done:07d}"
-    state = _state(editor, fingerprint, scores)
+    state = _state(editor, fingerprint)
     assert keep > 0 and not state.keys() & (extra or {}).keys(), (keep, extra)
     with store.publish(name) as folder:
         save_file(_contiguous(editor.state_dict()), folder / "editor.safetensors")
@@ -114,7 +108,7 @@ def load_edit(folder: Path, lm: LanguageModel | None = None) -> tuple[dict[str, 
     return _load_tensors(folder, "shifts.safetensors", folder), manifest
 
 
-def _state(editor: Editor, fingerprint: str, scores: Mapping[str, Any] | None) -> dict[str, Any]:
+def _state(editor: Editor, fingerprint: str) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "step": editor.steps_done,  # with the seed it fixes the data position: sampling draws by step number
@@ -122,8 +116,8 @@ def _state(editor: Editor, fingerprint: str, scores: Mapping[str, Any] | None) -
         "torch_rng": torch.get_rng_state().numpy().tobytes().hex(),
         "base_model": fingerprint,
         "layers": [vars(layer) for layer in editor.layers],
-        "scores": dict(scores or {}),
-        "score": score(scores),
+        "scores": {},  # `add_scores` fills in both
+        "score": None,
         "versions": {
             "malmen": malmen.__version__,
             "torch": torch.__version__,
