@@ -159,7 +159,7 @@ class ClusterConfig(Section):
         default=1800, gt=0, description="a run without a finished step for so long counts as hanging and ends"
     )
     max_failures: int = Field(
-        default=8, ge=0, description="losses of LM workers, and of hypernet actors, survived between two new steps"
+        default=8, ge=0, description="losses of LM workers, and as many of hypernet actors, survived between two steps"
     )
 
 

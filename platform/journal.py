@@ -10,18 +10,7 @@ from typing import Any
 
 from malmen.errors import EditError
 from malmen.meta import StepReport
-from malmen.platform.events import (
-    ActorsLost,
-    Began,
-    Evaluated,
-    Event,
-    Failed,
-    Remark,
-    Saved,
-    Saving,
-    StepDone,
-    WorkersLost,
-)
+from malmen.platform import events
 from malmen.platform.places import check_shared
 from malmen.platform.tracking.tracker import Tracker
 from malmen.runs.run_folder import RunFolder
@@ -50,33 +39,33 @@ class Journal:
         """The newest step in the history."""
         return int(self.folder.history[-1]["step"]) if self.folder.history else 0
 
-    def write(self, event: Event) -> None:
+    def write(self, event: events.Event) -> None:
         """Handle one event. Steps and evaluations that are repeated after a loss count once."""
         match event:
-            case Began(step):
+            case events.Began(step):
                 self._begin(step)
-            case StepDone(step) if step > self.step:
+            case events.StepDone(step) if step > self.step:
                 self.folder.add(dict(vars(event)))
                 self.losses.clear()
                 report = StepReport(
                     event.generalization_loss, event.locality_loss, event.meta_loss, event.grad_norm, event.seconds
                 )
                 self.listener.step(step, report)
-            case Evaluated(step, scores) if not self.folder.has_scores(step):
+            case events.Evaluated(step, scores) if not self.folder.has_scores(step):
                 self.folder.add(dict(vars(event)))
                 self.folder.flush()
                 self.listener.evaluation(step, scores)
-            case Saving():
+            case events.Saving():
                 self.folder.flush()
-            case Saved(step):
+            case events.Saved(step):
                 check_shared(self.folder.store, step)
-            case ActorsLost(reason):
+            case events.ActorsLost(reason):
                 self._count_loss("hypernet actors", reason)
-            case WorkersLost(reason):
+            case events.WorkersLost(reason):
                 self._count_loss("LM workers", reason)
-            case Remark(text):
+            case events.Remark(text):
                 self.listener.event(text)
-            case Failed(error):
+            case events.Failed(error):
                 raise error
 
     def _begin(self, step: int) -> None:

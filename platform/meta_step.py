@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from malmen.lm.trace import Traces
+from malmen.lm_side import MetaLosses
 from malmen.meta import Stopwatch, naming_records
 from malmen.platform.events import LMReport, StepDone
 from malmen.platform.hypernet_group import HypernetGroup
@@ -71,9 +72,8 @@ def meta_step(
 
 
 def _report(
-    worker: LMWorker, step: int, losses: tuple[float, float], seconds: Mapping[str, float], bytes_moved: int
+    worker: LMWorker, step: int, losses: MetaLosses, seconds: Mapping[str, float], bytes_moved: int
 ) -> LMReport:
-    generalization, locality = losses
-    meta_loss = generalization + worker.config.training.locality_coef * locality
+    meta_loss = losses.generalization + worker.config.training.locality_coef * losses.locality
     cache_mb = round(sum(cache.used_bytes for cache in set(worker.caches.values())) / 2**20, 1)
-    return LMReport(step + 1, generalization, locality, meta_loss, dict(seconds), bytes_moved, cache_mb)
+    return LMReport(step + 1, *losses, meta_loss, dict(seconds), bytes_moved, cache_mb)

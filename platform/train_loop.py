@@ -18,18 +18,7 @@ from malmen.data.splits import check_encodable, shared_facts, validation_records
 from malmen.errors import EditError, wrong_base_model
 from malmen.lm.devices import peak_memory_mb
 from malmen.lm.trace import Traces
-from malmen.platform.events import (
-    ActorsLost,
-    Began,
-    Evaluated,
-    Event,
-    Failed,
-    LMReport,
-    Remark,
-    Saved,
-    Saving,
-    StepDone,
-)
+from malmen.platform import events
 from malmen.platform.hypernet_group import HypernetGroup, HypernetLost
 from malmen.platform.lm_worker import LMWorker
 from malmen.platform.meta_step import meta_step
@@ -70,7 +59,7 @@ def train_loop(settings: Mapping[str, Any]) -> None:
         Rank(loop, LMWorker(loop.config, rank, size, note)).run()
         note("done")
     except EditError as error:
-        ray.get(loop.board.post.remote(Failed(error)), timeout=60)
+        ray.get(loop.board.post.remote(events.Failed(error)), timeout=60)
 
 
 class Rank:
@@ -86,7 +75,7 @@ class Rank:
         )
         check_encodable(worker.encoder, self.records)
         if shared := shared_facts(loop.config, worker.sampler.records(0), self.records):
-            self._post(Remark(shared))
+            self._post(events.Remark(shared))
 
     @property
     def first(self) -> bool:
@@ -112,7 +101,7 @@ class Rank:
                 if self._stopped():  # the driver has ended the actors
                     return
                 logger.warning("after step %s: %s; restoring the hypernet actors", step, error)
-                self._post(ActorsLost(str(error)))
+                self._post(events.ActorsLost(str(error)))
                 step = None
 
     # --- restoring ----------------------------------------------------------------------------------------
@@ -127,7 +116,7 @@ class Rank:
         agreed = self.worker.gather(place)[0]
         assert agreed is not None
         step, self.group.generation, self.saved = agreed
-        self._post(Began(step))
+        self._post(events.Began(step))
         with self.worker.together("asking for the last step"):
             if self.first:
                 self._complete(step)
@@ -139,7 +128,7 @@ class Rank:
         lm, actors = self._ask(self.board.kept), self.group.reports()
         reports = [report for report in actors if report is not None and report.step == step]
         if lm is not None and lm.step == step and len(reports) == len(actors):
-            self._post(StepDone.join(lm, reports, {}))
+            self._post(events.StepDone.join(lm, reports, {}))
 
     def _preserve(self, step: int) -> None:
         """Send the actors the keys to preserve, when a run starts; later they come from a peer or a checkpoint."""
@@ -175,15 +164,15 @@ class Rank:
         if step and (due or step % self.training.checkpoint_every == 0) and self.saved != step:
             with self.worker.together(f"saving step {step}"):
                 if self.first:
-                    self._post(Saving(step))
+                    self._post(events.Saving(step))
                     self._wait_for_the_driver()
                     self.group.save(self.worker.fingerprint, self.loop.extra)
-                    self._post(Saved(step))
+                    self._post(events.Saved(step))
                     check_shared(RunStore(self.loop.run), step)
             self.saved = step
         if due and self.evaluated != step:
             scores = self._evaluate()
-            self._post(Evaluated(step, scores, self.worker.gather(peak_memory_mb())))
+            self._post(events.Evaluated(step, scores, self.worker.gather(peak_memory_mb())))
             with self.worker.together(f"saving the scores of step {step}"):
                 if self.first:
                     self._wait_for_the_driver()
@@ -220,11 +209,11 @@ class Rank:
         """Whether the driver ends the run; all ranks get the same answer."""
         return any(self.worker.gather(self.first and self._ask(self.board.stopped)))
 
-    def _keep(self, report: LMReport) -> None:
+    def _keep(self, report: events.LMReport) -> None:
         if self.first:
             self._ask(self.board.keep, report)
 
-    def _post(self, event: Event) -> None:
+    def _post(self, event: events.Event) -> None:
         """Return when it is on the board: the actors know of the last step only."""
         if self.first:
             self._ask(self.board.post, event)

@@ -157,10 +157,9 @@ def test_a_model_loaded_in_parts_gives_the_whole_models_scores(two_ranks: Runs, 
     editor, scores = alone(configs["float32"])
     state, expected = load_editor(found["float32"].checkpoint).state_dict(), dict(editor.state_dict())
     assert_close(dict(state), expected, rtol=1e-3, atol=1e-4)
-    with pytest.raises(AssertionError):  # the control: training moves θ much further than the tolerance
-        assert_close(
-            dict(seeded_editor(editor.layers, configs["float32"]).state_dict()), expected, rtol=1e-3, atol=1e-4
-        )
+    initial = seeded_editor(editor.layers, configs["float32"])  # the control: each part of θ has moved much further
+    for name, parameter in editor.named_parameters():
+        assert (parameter - initial.get_parameter(name)).abs().max() > 0.01, name
     assert found["float32"].scores["max_shift_ratio"] == pytest.approx(scores["max_shift_ratio"], rel=1e-3)
 
 
