@@ -1,5 +1,5 @@
-"""What is edited: facts and edit records, the formats they come in, their tokens, and the built-in world.
+"""What is edited: facts and edit records, their formats, their tokens, and the built-in world.
 
-`sampling` decides which records a step uses. Nothing here runs a language model, except the two modules that build
-one for the built-in world and for claims.
+`splits` reads the training and held-out records of a run, `sampling` draws the batch of each step. Nothing here runs a
+language model, except `world_model` and `claims_model`, which train one for the built-in world and for claims.
 """

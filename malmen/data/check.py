@@ -1,4 +1,4 @@
-"""Checking a data file before it is used: every problem with its line, its field and its remedy."""
+"""Checking a data file before use: every problem with its line, its field and its remedy."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from malmen.data.formats import ParsedFile, ParsedRow, parse_file
 from malmen.data.records import EditRecord, Fact
 from malmen.data.rows import WHOLE_FILE, Problem, quote
 
-__all__ = ["Problem", "Report", "check_file"]
-
-LONG_ANSWER = 400  # characters; facts are short, so a longer answer is rarely meant
+LONG_ANSWER = 400  # characters; facts are short, so a longer answer is rarely intended
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a file holds and what is wrong with it; `unit` is what the lines of the problems count."""
+    """The content of a file and its problems, whose `line` counts `unit`s."""
 
     path: str
     format: str
@@ -41,24 +39,24 @@ class Report:
         return [problem for problem in self.problems if problem.severity == "warning"]
 
     def as_dict(self) -> dict[str, object]:
-        """Everything, for JSON."""
+        """All fields and `ok`, for JSON."""
         return {"ok": self.ok} | asdict(self)
 
     def as_text(self, limit: int = 20) -> str:
-        """The first problems with their remedies, errors before warnings, and a line that sums up."""
+        """The first `limit` problems with their remedies, errors before warnings, and a line of totals."""
         lines = []
         for problem in [*self.errors, *self.warnings][:limit]:
             lines += [f"{problem.severity}: {problem.place(self.unit)}{problem.message}", f"  {problem.remedy}"]
         if len(self.problems) > limit:
             lines.append(f"... and {len(self.problems) - limit} more problems")
         counts = {"record": self.records, "equivalent": self.equivalents, "unrelated tuple": self.unrelated}
-        held = ", ".join(_count(number, noun) for noun, number in counts.items())
-        found = f"{_count(len(self.errors), 'error')}, {_count(len(self.warnings), 'warning')}"
-        return "\n".join([*lines, f"{self.path} ({self.format}): {held}; {found}"])
+        content = ", ".join(_count(number, noun) for noun, number in counts.items())
+        problems = f"{_count(len(self.errors), 'error')}, {_count(len(self.warnings), 'warning')}"
+        return "\n".join([*lines, f"{self.path} ({self.format}): {content}; {problems}"])
 
 
 def check_file(path: str | Path, format: str = "auto", max_chars: int = 2000) -> Report:
-    """Everything that is wrong with the file: in its rows, in their texts, and between rows."""
+    """All problems of the file: in its rows, in their texts, and between rows."""
     parsed = parse_file(path, format)
     records = [row.record for row in parsed.rows if row.record is not None]
     problems = [
@@ -93,7 +91,7 @@ def _check_texts(row: ParsedRow, max_chars: int) -> Iterator[Problem]:
 
 
 def _check_repeats(parsed: ParsedFile) -> Iterator[Problem]:
-    """The same prompt in several rows: a duplicate, or a contradiction."""
+    """A prompt that several rows edit: a duplicate, or a contradiction."""
     first: dict[str, tuple[int, Fact]] = {}
     for row in parsed.rows:
         if row.record is None:
@@ -102,17 +100,17 @@ def _check_repeats(parsed: ParsedFile) -> Iterator[Problem]:
         line, before = first.setdefault(edit.prompt.strip(), (row.line, edit))
         if line == row.line:
             continue
-        here, there = quote(edit.answer), quote(before.answer)
         if edit.answer.strip() == before.answer.strip():
-            message = f"the prompt and its answer stand on {parsed.unit} {line} already"
+            message = f"the prompt and its answer are already on {parsed.unit} {line}"
             yield Problem(row.line, "", message, "Remove one of the two rows.", "warning")
         else:
-            message = f"the prompt {quote(edit.prompt)} has the answer {here}, but {there} on {parsed.unit} {line}"
-            yield Problem(row.line, "", message, "Decide for one answer and remove the other row.")
+            answers = f"{quote(edit.answer)}, but {quote(before.answer)} on {parsed.unit} {line}"
+            message = f"the prompt {quote(edit.prompt)} has the answer {answers}"
+            yield Problem(row.line, "", message, "Choose one answer and remove the other row.")
 
 
 def _check_bare(records: list[EditRecord]) -> Iterator[Problem]:
-    """One warning for all records that nothing measures generality or locality on."""
+    """One warning for all records without equivalents or unrelated tuples, which no score can use."""
     counts = {
         "equivalents": sum(not record.equivalents for record in records),
         "unrelated tuples": sum(not record.unrelated for record in records),
@@ -120,7 +118,7 @@ def _check_bare(records: list[EditRecord]) -> Iterator[Problem]:
     lacking = [f"{count} have no {what}" for what, count in counts.items() if count]
     if lacking:
         message = f"of {len(records)} records, {' and '.join(lacking)}"
-        remedy = "Add some where you can: training and evaluation of an editor need both kinds."
+        remedy = "Add both where you can: training and evaluating an editor need them."
         yield Problem(WHOLE_FILE, "", message, remedy, "warning")
 
 

@@ -1,7 +1,7 @@
-"""Fine-tuning BERT to tell true claims from false ones, before it is edited (the paper's appendix on FEVER).
+"""Fine-tuning BERT to classify claims as true or false, before it is edited (the paper's appendix on FEVER).
 
-Records of FEVER are edits, whose labels contradict the truth; here the truth is learnt: the edits' and equivalents'
-labels are turned back, and the unrelated claims are taken as they are.
+The records of FEVER are edits, whose labels contradict the truth. The classifier learns the truth: labels of edits and
+equivalents are inverted, those of unrelated claims are true already.
 """
 
 from __future__ import annotations
@@ -24,26 +24,27 @@ from malmen.errors import EditError
 from malmen.lm.devices import resolve_device
 from malmen.runs.files import atomic_file, atomic_folder, check_replaceable
 
-MARK = "claims.json"  # only a folder that this has written is replaced
+MANIFEST = "claims.json"  # marks a folder that may be replaced
+_EVALUATION_TOKENS = 8192  # padded tokens per batch
 OnStep = Callable[[int, int], None]  # steps done, of so many
 OnEpoch = Callable[[int, float, float | None], None]  # epochs done, mean loss, share right
 
 
 def true_claims(records: Sequence[EditRecord]) -> list[Fact]:
     """Every claim of the records once, with its true label."""
-    found: dict[str, Fact] = {}
+    claims: dict[str, Fact] = {}
     for record in records:
         for fact in (record.edit, *record.equivalents):
-            found.setdefault(fact.prompt, Fact(fact.prompt, CLASSES[1 - CLASSES.index(fact.answer)]))
+            claims.setdefault(fact.prompt, Fact(fact.prompt, CLASSES[1 - CLASSES.index(fact.answer)]))
     for record in records:
         for fact in record.unrelated:
-            found.setdefault(fact.prompt, fact)
-    return list(found.values())
+            claims.setdefault(fact.prompt, fact)
+    return list(claims.values())
 
 
 @dataclass(frozen=True)
 class ClaimsTraining:
-    """The paper's, as far as it says."""
+    """The settings of the fine-tuning; the paper's where it states them."""
 
     epochs: int = 2
     lr: float = 3e-5
@@ -56,13 +57,13 @@ def build_classifier(
     name: str, train: Path, out: Path, *, validation: Path | None = None, training: ClaimsTraining | None = None,
     device: str = "auto", on_step: OnStep | None = None, on_epoch: OnEpoch | None = None,
 ) -> float | None:  # fmt: skip
-    """Fine-tune all parameters with Adam into `out`; gives the share of right labels on the validation claims."""
+    """Fine-tune all parameters with Adam into `out`; returns the share of right labels on the validation claims."""
     from malmen.config import ModelConfig
     from malmen.lm.model import FirstTokenClassifier
 
     training = training or ClaimsTraining()
-    check_replaceable(out, MARK)
-    known = [true_claims(read_records(path, "fever")) if path else [] for path in (train, validation)]
+    check_replaceable(out, MANIFEST)
+    claims = [true_claims(read_records(path, "fever")) if path else [] for path in (train, validation)]
     torch.manual_seed(training.seed)
     try:
         model: PreTrainedModel = FirstTokenClassifier.from_pretrained(name)
@@ -71,16 +72,16 @@ def build_classifier(
         raise EditError(f"cannot load the model {name!r}: {str(error).splitlines()[0]}") from error
     model = model.to(resolve_device(ModelConfig(name=name, device=device)))  # type: ignore[arg-type]
     encoder = FactEncoder(tokenizer, "classifier", max_length=training.max_length, overlong="truncate")
-    learnt, held_out = ([encoder.encode(fact) for fact in some] for some in known)
+    learnt, held_out = ([encoder.encode(fact) for fact in facts] for facts in claims)
     optimizer, accuracy, pad = torch.optim.Adam(model.parameters(), lr=training.lr), None, tokenizer.pad_token_id or 0
     for epoch in range(training.epochs):
         loss = _epoch(model, optimizer, learnt, pad, training, epoch, on_step)
         accuracy = _accuracy(model, held_out, pad) if held_out else None
         if on_epoch:
             on_epoch(epoch + 1, loss, accuracy)
-    with atomic_folder(out, replaces=MARK) as folder:
+    with atomic_folder(out, replaces=MANIFEST) as folder:
         atomic_file(
-            folder / MARK, json.dumps({"model": name, **asdict(training), "validation_accuracy": accuracy}) + "\n"
+            folder / MANIFEST, json.dumps({"model": name, **asdict(training), "validation_accuracy": accuracy}) + "\n"
         )
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -91,7 +92,7 @@ def _epoch(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer, facts: Sequence[EncodedFact], pad: int,
     training: ClaimsTraining, epoch: int, on_step: OnStep | None,
 ) -> float:  # fmt: skip
-    """Once over the facts, in the epoch's own order; the mean loss."""
+    """One pass over the facts, in an order that seed and epoch fix; returns the mean loss."""
     model.train()
     size, total = training.batch_size, 0.0
     order = random.Random(f"claims/{training.seed}/{epoch}").sample(facts, len(facts))
@@ -114,7 +115,7 @@ def _epoch(
 def _accuracy(model: PreTrainedModel, facts: Sequence[EncodedFact], pad: int) -> float:
     model.eval()
     right = 0
-    for batch in make_batches(facts, 8192, pad):
+    for batch in make_batches(facts, _EVALUATION_TOKENS, pad):
         batch = batch.to(model.device)
         right += int(((model(**batch.inputs).logits.squeeze(-1) > 0) == (batch.targets == 1)).sum())
     return right / len(facts)

@@ -1,4 +1,4 @@
-"""The fields of one row, read by type; what is wrong with them is collected, so that a row shows all its faults."""
+"""Reading the fields of one row by type; problems are collected, so that a row reports all of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LABELS: dict[object, str] = {
 
 @dataclass(frozen=True)
 class Text:
-    """A piece of text of the row, with the name the file gives it."""
+    """A text of the row and its field."""
 
     field: str
     role: Literal["prompt", "answer"]
@@ -26,7 +26,7 @@ class Text:
 
 
 class Fields:
-    """Reads one row. A faulty field yields an empty value and a problem; null counts as absent."""
+    """Reads one row. A wrong field yields an empty value and a problem; null counts as absent."""
 
     def __init__(self, row: Row) -> None:
         self.line = row.line
@@ -41,26 +41,26 @@ class Fields:
         self.problems.append(Problem(self.line, name, message, remedy))
 
     def first_of(self, *candidates: str) -> str:
-        """The first of the names that the row has; the first name of all when it has none."""
+        """The first of the names that the row has; the first name if it has none."""
         return next((name for name in candidates if name in self), candidates[0])
 
     def prompt(self, name: str, without: str = "") -> str:
-        """A string; `without` is a prefix that it may have and the prompt not."""
+        """A string, without the prefix `without` that a file may put before it."""
         return self._text(name, "prompt", self._required(name), without)
 
     def subject(self, prompt: object) -> str | None:
-        """What the fact is about, where the row says so; it must stand in the prompt."""
+        """The subject, if the row names one; it must be in the prompt."""
         if "subject" not in self:
             return None
-        found = self.prompt("subject")
-        if found and isinstance(prompt, str) and found not in prompt:
-            self.complain("subject", f"{quote(found)} does not stand in the prompt", "Write it as the prompt has it.")
-        return found or None
+        subject = self.prompt("subject")
+        if subject and isinstance(prompt, str) and subject not in prompt:
+            self.complain("subject", f"{quote(subject)} is not in the prompt", "Write it as the prompt does.")
+        return subject or None
 
     def subject_in(self, prompt: str) -> str | None:
-        """The same of rows that others wrote: one that does not stand in the prompt is of no use, and no fault."""
-        found = self.values.get("subject")
-        return found if isinstance(found, str) and found.strip() and found in prompt else None
+        """The same for rows of public data sets: one that is not in the prompt is ignored."""
+        subject = self.values.get("subject")
+        return subject if isinstance(subject, str) and subject.strip() and subject in prompt else None
 
     def answer(self, name: str, without: str = "") -> str:
         return self._text(name, "answer", self._required(name), without)
@@ -87,12 +87,12 @@ class Fields:
         label = _LABELS.get(key) if isinstance(key, str | int | float) else None
         if value is not None and label is None:
             expected = f"expected {SUPPORTS} or {REFUTES}, 1 or 0, true or false"
-            remedy = "Give the row one of the two labels, or leave the row out: the classifier knows no third."
+            remedy = "Give the row one of the two labels, or remove it: the classifier has no third."
             self.complain(name, f"is {describe(value)}, {expected}", remedy)
         return label or ""
 
     def id(self, name: str = "id") -> str:
-        """The row's own name, a string or an integer; empty when it has none."""
+        """The row's identifier, a string or an integer; empty if it has none."""
         value = self.values.get(name, "")
         if isinstance(value, bool) or not isinstance(value, str | int) or not _encodable(str(value)):
             self.complain(name, f"is {describe(value)}, expected a string", "Write the id as a string in quotes.")
@@ -100,7 +100,7 @@ class Fields:
         return str(value)
 
     def only(self, *known: str, path: str = "", values: dict[str, object] | None = None) -> None:
-        """Refuse keys that are not known: a misspelt one would be lost silently."""
+        """Refuse unknown keys: a misspelt one would be ignored silently."""
         for name in self.values if values is None else values:
             if name not in known:
                 close = difflib.get_close_matches(name, known, n=1)
@@ -109,7 +109,7 @@ class Fields:
                 self.complain(f"{path}{name}", f"unknown key; {hint}the known keys are {names(known)}", remedy)
 
     def facts(self, name: str, default_answer: str | None = None) -> tuple[Fact, ...]:
-        """A list of {prompt, answer}; with a default answer, an item may also be the prompt alone."""
+        """A list of {prompt, answer}; with a default answer, an item may be the prompt alone."""
         items = self.values.get(name, [])
         if not isinstance(items, list):
             self.complain(name, f"is {describe(items)}, expected a list", f"Put the value of `{name}` between [ and ].")
@@ -157,7 +157,7 @@ class Fields:
         value = value.removeprefix(without)
         if not value.strip():
             state = "is blank" if value else "is empty"
-            self.complain(path, f"{state}, expected some text", f"Write the {role}, or remove the row.")
+            self.complain(path, f"{state}, expected text", f"Write the {role}, or remove the row.")
         elif not _encodable(value):
             remedy = "Remove the broken character, which is half of a surrogate pair."
             self.complain(path, f"is {quote(value)}, which is not Unicode text", remedy)

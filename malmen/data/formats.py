@@ -1,4 +1,4 @@
-"""The four kinds of rows that become edit records."""
+"""The four formats of rows that become edit records."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from malmen.data.records import EditRecord, Fact
 from malmen.data.rows import Problem, Row, Rows, names, read_rows
 from malmen.errors import UsageError
 
-MIN_JACCARD = 0.8  # below this word overlap a near-paraphrase often says something else
+MIN_JACCARD = 0.8  # word overlap below which a near-paraphrase often has another meaning
 _OPPOSITE = {SUPPORTS: REFUTES, REFUTES: SUPPORTS, "": ""}
 
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of row: how it is recognised, what it may hold, and how it becomes a record."""
+    """A format of rows: how it is recognised, its fields, and how a row becomes a record."""
 
-    marks: tuple[frozenset[str], ...]  # any of these sets of fields gives the format away
+    marks: tuple[frozenset[str], ...]  # a row with any of these sets of fields has the format
     layouts: tuple[tuple[str, ...], ...]
     unrelated: str  # the field with the unrelated prompts
     parse: Callable[[Fields], EditRecord]
@@ -28,7 +28,7 @@ class Format:
 
 @dataclass(frozen=True)
 class ParsedRow:
-    """A row, the record it makes (None when it has an error), its texts and what is wrong with it."""
+    """A row: its record (None if it has an error), its texts and its problems."""
 
     line: int
     record: EditRecord | None
@@ -38,7 +38,7 @@ class ParsedRow:
 
 @dataclass(frozen=True)
 class ParsedFile:
-    """All rows of a file in one format; `problems` includes those of the rows, in the order of the file."""
+    """All rows of a file in one format; `problems` includes those of the rows, in file order."""
 
     format: str
     unit: str
@@ -52,9 +52,9 @@ def parse_file(path: str | Path, format: str = "auto") -> ParsedFile:
 
 
 def parse_rows(rows: Rows, format: str) -> ParsedFile:
-    """Parse what was read; an unknown name of a format is a UsageError, anything else a problem in the list."""
+    """Rows to records. UsageError for an unknown format; everything else is a problem in the list."""
     if format != "auto" and format not in FORMATS:
-        raise UsageError(f"there is no format {format!r}; the formats are auto, {', '.join(FORMATS)}")
+        raise UsageError(f"no format {format!r}; the formats are auto, {', '.join(FORMATS)}")
     problems = list(rows.problems)
     if format == "auto" and rows.rows:
         format = recognise(rows.rows[0].values) or "auto"
@@ -68,9 +68,9 @@ def parse_rows(rows: Rows, format: str) -> ParsedFile:
 
 
 def recognise(fields: Iterable[str]) -> str | None:
-    """The name of the format that has these fields."""
-    found = set(fields)
-    return next((name for name, format in FORMATS.items() if any(marks <= found for marks in format.marks)), None)
+    """The name of the format with these fields."""
+    given = set(fields)
+    return next((name for name, format in FORMATS.items() if any(marks <= given for marks in format.marks)), None)
 
 
 def _not_recognised(row: Row) -> Problem:
@@ -91,11 +91,11 @@ def _not_recognised(row: Row) -> Problem:
 def _parse(row: Row, format: Format) -> ParsedRow:
     fields = Fields(row)
     record = format.parse(fields)
-    roles = {fact.prompt: "an equivalent" for fact in record.equivalents} | {record.edit.prompt: "the edit"}
+    changing = {fact.prompt: "an equivalent" for fact in record.equivalents} | {record.edit.prompt: "the edit"}
     for fact in record.unrelated:
-        if fact.prompt and fact.prompt in roles:
-            message = f"an unrelated tuple has the prompt of {roles[fact.prompt]}: it cannot both stay and change"
-            fields.complain(format.unrelated, message, "Replace it by a prompt that the edit must leave alone.")
+        if fact.prompt and fact.prompt in changing:
+            message = f"an unrelated tuple has the prompt of {changing[fact.prompt]}: it cannot both stay and change"
+            fields.complain(format.unrelated, message, "Replace it by a prompt whose answer must stay.")
     return ParsedRow(row.line, None if fields.problems else record, tuple(fields.texts), tuple(fields.problems))
 
 
@@ -138,7 +138,7 @@ def _parse_fever(row: Fields) -> EditRecord:
 
 
 def _parse_claim(row: Fields) -> EditRecord:
-    """A claim and its true label: the edit turns the label round. The unrelated tuple comes later."""
+    """A claim and its true label, which the edit inverts; `_with_neighbours` adds the unrelated tuple."""
     edit = Fact(row.prompt("claim"), _OPPOSITE[row.label("label")])
     overlap = row.values.get("jaccard", 0)
     if isinstance(overlap, bool) or not isinstance(overlap, int | float):
@@ -149,7 +149,7 @@ def _parse_claim(row: Fields) -> EditRecord:
 
 
 def _with_neighbours(parsed: list[ParsedRow], rows: list[Row]) -> list[ParsedRow]:
-    """Give every claim, as its unrelated tuple, the next other claim of the file with that one's true label."""
+    """Each claim with its unrelated tuple: the next other claim of the file and that claim's true label."""
     result = list(parsed)
     claims = [i for i, row in enumerate(rows) if parsed[i].record and row.values.get("claim") is not None]
     records = [record for i in claims if (record := parsed[i].record)]
@@ -171,38 +171,23 @@ FORMATS = {
     "malmen": Format(
         (frozenset({"prompt", "answer"}),),
         (("prompt", "answer", "subject", "equivalents", "unrelated", "id"),),
-        "unrelated",
-        _parse_malmen,
+        "unrelated", _parse_malmen,
     ),
     "zsre": Format(
         (frozenset({"src", "ans"}), frozenset({"src", "rephrase"}), frozenset({"src", "loc"})),
         (("src", "subject", "rephrase", "rephrases", "ans", "loc", "loc_ans", "id"),),
-        "loc",
-        _parse_zsre,
+        "loc", _parse_zsre,
     ),
     "counterfact": Format(
         (frozenset({"prompt", "target_new"}),),
-        (
-            (
-                "prompt",
-                "subject",
-                "target_new",
-                "rephrase_prompt",
-                "locality_prompt",
-                "locality_ground_truth",
-                "case_id",
-            ),
-        ),
-        "locality_prompt",
-        _parse_counterfact,
+        (("prompt", "subject", "target_new", "rephrase_prompt", "locality_prompt", "locality_ground_truth",
+          "case_id"),),
+        "locality_prompt", _parse_counterfact,
     ),
     "fever": Format(
         (frozenset({"claim", "label"}), frozenset({"prompt", "equiv_prompt"}), frozenset({"prompt", "unrel_prompt"})),
-        (
-            ("prompt", "equiv_prompt", "alt", "unrel_prompt", "unrel_answer", "id"),
-            ("claim", "label", "near_paraphrase", "jaccard", "id"),
-        ),
-        "unrel_prompt",
-        _parse_fever,
+        (("prompt", "equiv_prompt", "alt", "unrel_prompt", "unrel_answer", "id"),
+         ("claim", "label", "near_paraphrase", "jaccard", "id")),
+        "unrel_prompt", _parse_fever,
     ),
-}
+}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Files and Hugging Face datasets to edit records: zsRE, CounterFact, FEVER and our own rows."""
+"""Edit records from files and Hugging Face datasets: zsRE, CounterFact, FEVER and our own rows."""
 
 from __future__ import annotations
 
@@ -7,43 +7,40 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from malmen.data.formats import FORMATS, ParsedFile, parse_file, parse_rows
+from malmen.data.formats import ParsedFile, parse_file, parse_rows
 from malmen.data.records import EditRecord, Fact
 from malmen.data.rows import Row, Rows
 from malmen.errors import EditError
 from malmen.runs.files import atomic_file
 
 if TYPE_CHECKING:
-    from datasets import Dataset, Features
+    from datasets import Dataset
 
-__all__ = ["FORMATS", "read_dataset", "read_records", "records_from_dataset", "write_records"]
-
-_SHOWN_ERRORS = 5
+_MAX_ERRORS = 5  # in a message
 
 
 def read_records(path: str | Path, format: str = "auto") -> list[EditRecord]:
-    """The edit records of a file; rows that cannot become records are an EditError with their lines."""
-    parsed = parse_file(path, format)
-    _refuse_errors(parsed, str(path))
-    return [row.record for row in parsed.rows if row.record is not None]
+    """The edit records of a file; EditError with the lines of the rows that are not records."""
+    return _records(parse_file(path, format), str(path))
 
 
 def read_dataset(path: str | Path, format: str = "auto") -> Dataset:
     """The file as a typed Hugging Face dataset with the columns of our own format.
 
-    The rows are parsed here and not by `load_dataset("json")`: that refuses columns of mixed type (an
-    equivalent may be a string or an object, a label a word or a number), names no lines, and caches.
+    The rows are parsed here and not by `load_dataset("json")`, which refuses columns of mixed type (an equivalent is a
+    string or an object, a label a word or a number), names no lines, and caches.
     """
-    from datasets import Dataset  # takes a second to import, and only who reads data pays
+    from datasets import Dataset, Features, List, Value  # takes a second to import
 
-    parsed = parse_file(path, format)
-    _refuse_errors(parsed, str(path))
-    rows = [_as_row(row.record) for row in parsed.rows if row.record is not None]
-    return Dataset.from_list(rows, features=_features())
+    text = Value("string")
+    pairs = List({"prompt": text, "answer": text})
+    columns = {"prompt": text, "answer": text, "subject": text, "equivalents": pairs, "unrelated": pairs, "id": text}
+    rows = [_as_row(record) for record in read_records(path, format)]
+    return Dataset.from_list(rows, features=Features(columns))
 
 
 def write_records(path: Path, records: Iterable[EditRecord]) -> None:
-    """A file of our own rows, which `read_records` reads as the same records; whole or not at all."""
+    """A file of our own rows, which `read_records` reads as the same records; complete or not at all."""
     atomic_file(path, "".join(json.dumps(_as_row(record), ensure_ascii=False) + "\n" for record in records))
 
 
@@ -56,16 +53,16 @@ def records_from_dataset(dataset: Dataset, format: str = "auto") -> list[EditRec
         raise EditError(f"expected a datasets.Dataset, not a {kind}; of a DatasetDict pass a split: dataset['train']")
     values = dataset.with_format(None).to_list()
     parsed = parse_rows(Rows("row", [Row(number, row) for number, row in enumerate(values, start=1)]), format)
-    _refuse_errors(parsed, "the dataset")
-    return [row.record for row in parsed.rows if row.record is not None]
+    return _records(parsed, "the dataset")
 
 
-def _refuse_errors(parsed: ParsedFile, source: str) -> None:
+def _records(parsed: ParsedFile, source: str) -> list[EditRecord]:
     errors = [problem for problem in parsed.problems if problem.severity == "error"]
     if errors:
-        shown = [f"{error.place(parsed.unit)}{error.message}. {error.remedy}" for error in errors[:_SHOWN_ERRORS]]
-        more = [f"and {len(errors) - _SHOWN_ERRORS} more errors"] if len(errors) > _SHOWN_ERRORS else []
-        raise EditError("\n  ".join([f"{source} cannot be read:", *shown, *more]))
+        first = [f"{error.place(parsed.unit)}{error.message}. {error.remedy}" for error in errors[:_MAX_ERRORS]]
+        more = [f"and {len(errors) - _MAX_ERRORS} more errors"] if len(errors) > _MAX_ERRORS else []
+        raise EditError("\n  ".join([f"{source} cannot be read:", *first, *more]))
+    return [row.record for row in parsed.rows if row.record is not None]
 
 
 def _as_row(record: EditRecord) -> dict[str, object]:
@@ -81,13 +78,3 @@ def _as_row(record: EditRecord) -> dict[str, object]:
 
 def _as_pair(fact: Fact) -> dict[str, str]:
     return {"prompt": fact.prompt, "answer": fact.answer}
-
-
-def _features() -> Features:
-    from datasets import Features, List, Value
-
-    text = Value("string")
-    pairs = List({"prompt": text, "answer": text})
-    return Features(
-        {"prompt": text, "answer": text, "subject": text, "equivalents": pairs, "unrelated": pairs, "id": text}
-    )

@@ -1,4 +1,4 @@
-"""The rows of a JSONL file or of a JSON array, each with its number; what is broken is listed, not raised."""
+"""The rows of a JSONL file or a JSON array, each with its number; problems are collected, not raised."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-WHOLE_FILE = 0  # the line of a problem that has no line
+WHOLE_FILE = 0  # the line of a problem of the file itself
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong at one place of a file, and one sentence on what to do about it."""
+    """A problem at one place of a file, and a sentence on how to solve it."""
 
     line: int
     field: str
@@ -24,7 +24,7 @@ class Problem:
     severity: Literal["error", "warning"] = "error"
 
     def place(self, unit: str) -> str:
-        """`line 3, src: `, as far as the place is known."""
+        """`line 3, src: `, as far as it is known."""
         parts = [f"{unit} {self.line}"] if self.line != WHOLE_FILE else []
         parts += [self.field] if self.field else []
         return ", ".join(parts) + ": " if parts else ""
@@ -32,7 +32,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Row:
-    """One JSON object and where it stands: a line of JSONL or an element of an array, counted from 1."""
+    """One JSON object and its number from 1: a line of JSONL, or an element of an array."""
 
     line: int
     values: dict[str, object]
@@ -40,14 +40,14 @@ class Row:
 
 @dataclass
 class Rows:
-    """What was read; `unit` is what `line` counts."""
+    """The rows and problems of a file; `line` counts `unit`s."""
 
     unit: Literal["line", "element", "row"] = "line"
     rows: list[Row] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
     def add(self, line: int, value: object) -> None:
-        """Take one decoded JSON value, which has to be an object."""
+        """Add a decoded JSON value; a problem if it is no object."""
         if isinstance(value, dict):
             self.rows.append(Row(line, value))
         else:
@@ -82,7 +82,7 @@ def names(fields: Iterable[str]) -> str:
 
 
 def read_rows(path: str | Path) -> Rows:
-    """Every row of the file; a JSON array is told from JSONL by its first character."""
+    """Every row of the file; `[` as its first character makes it a JSON array instead of JSONL."""
     path = Path(path)
     try:
         if (problem := _cannot_open(path)) is not None:
@@ -107,7 +107,7 @@ def _cannot_open(path: Path) -> Problem | None:
     if not path.exists():
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         close = difflib.get_close_matches(path.name, siblings, n=1)
-        remedy = f"Did you mean `{close[0]}`?" if close else "Check the path, which is taken from the current folder."
+        remedy = f"Did you mean `{close[0]}`?" if close else "Check the path; it is relative to the current folder."
         return Problem(WHOLE_FILE, "", f"{path} does not exist", remedy)
     return None
 
@@ -130,7 +130,7 @@ def _read_lines(data: bytes) -> Rows:
                 message = "the file is one JSON object written over several lines, expected one object a line"
                 return _broken(message, "Put the object on one line, or put it between [ and ].", line)
             rows.problems.append(_not_json(line, error))
-    if undecodable:  # one wrong encoding breaks many lines, and one conversion mends them all
+    if undecodable:  # a wrong encoding breaks many lines, and one conversion repairs all
         first, count = undecodable[0], len(undecodable)
         more = f" (the first of {count} such lines)" if count > 1 else ""
         rows.problems.insert(0, Problem(first.line, "", first.message + more, first.remedy))
@@ -138,7 +138,7 @@ def _read_lines(data: bytes) -> Rows:
 
 
 def _read_array(data: bytes) -> Rows | None:
-    """The elements of the array, or None when the bracket only opens the first row of a JSONL file."""
+    """The elements of the array; None if the bracket only opens the first row of a JSONL file."""
     try:
         values = json.loads(data.decode())
     except UnicodeDecodeError as error:

@@ -30,7 +30,7 @@ def preserved_facts(config: Config, records: Iterable[EditRecord]) -> list[Fact]
     if not facts:
         raise EditError(
             f"editor.preserved_weight is {config.editor.preserved_weight:g}, but the records of {config.data.train} "
-            "have no unrelated facts whose keys could be preserved: add some, or set it to 0"
+            "have no unrelated facts whose keys could be preserved: add unrelated facts, or set it to 0"
         )
     random.Random(f"preserved/{config.seed}").shuffle(facts)
     return facts[: config.editor.preserved_facts]

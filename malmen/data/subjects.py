@@ -1,4 +1,4 @@
-"""What a fact is about: the words that its prompt and its rephrasings share."""
+"""The subject of a fact: the words that its prompt and its rephrasings share."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _ASKED = (
 
 
 def edits_of(records: Iterable[EditRecord]) -> list[Fact]:
-    """The facts to edit, each with its subject where the record names it or its rephrasings tell."""
+    """The facts to edit, each with its subject if the record names it or its rephrasings reveal it."""
     return [
         record.edit if record.edit.subject else replace(record.edit, subject=find_subject(record)) for record in records
     ]
 
 
 def find_subject(record: EditRecord) -> str | None:
-    """The longest run of words that the prompt and every rephrasing have; names and numbers go before other words."""
+    """The longest run of words in the prompt and every rephrasing; names and numbers win over other words."""
     others = [fact.prompt.casefold() for fact in record.equivalents]
     if not others:
         return None
@@ -40,13 +40,13 @@ def find_subject(record: EditRecord) -> str | None:
         for stop in range(start + 1, len(words) + 1):
             kept = _without_common(prompt, words[start:stop])
             rank = (_is_name(prompt, kept), len(kept), kept)
-            if rank[:2] > best[:2] and all(_stands_in(kept, other) for other in others):
+            if rank[:2] > best[:2] and all(_occurs_in(kept, other) for other in others):
                 best = rank
     return best[2] or None
 
 
 def _without_common(text: str, words: Sequence[tuple[int, int]]) -> str:
-    """The text of a run, less common words at both ends and an 's before others; empty if nothing else is in it."""
+    """A run without the common words at its ends and without an 's before other words; empty if nothing remains."""
     left, right = 0, len(words)
     while left < right and _is_common(text[slice(*words[left])]):
         left += 1
@@ -55,8 +55,8 @@ def _without_common(text: str, words: Sequence[tuple[int, int]]) -> str:
     if left >= right:
         return ""
     run, rest = text[words[left][0] : words[right - 1][1]], text[words[right - 1][1] :]
-    asked_for = re.search(r"\w", rest)  # something of it, else it is a name such as McDonald's
-    return re.sub(r"['’]s$", "", run) if asked_for else run
+    followed = re.search(r"\w", rest)  # by what it possesses, else it is a name such as McDonald's
+    return re.sub(r"['’]s$", "", run) if followed else run
 
 
 def _is_common(word: str) -> bool:
@@ -64,10 +64,10 @@ def _is_common(word: str) -> bool:
 
 
 def _is_name(prompt: str, run: str) -> bool:
-    """It has a digit, or a capital that is not the sentence's first letter."""
+    """Whether it has a digit, or a capital that is not the first letter of the sentence."""
     inside = run[1:] if prompt.startswith(run) else run
     return any(letter.isdigit() or letter.isupper() for letter in inside)
 
 
-def _stands_in(run: str, text: str) -> bool:
+def _occurs_in(run: str, text: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(run.casefold())}(?!\w)", text) is not None

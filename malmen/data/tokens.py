@@ -1,7 +1,7 @@
 """From facts to token batches, for each kind of language model.
 
-A fact becomes the model's inputs, the positions whose output predicts the answer, and the answer's
-tokens. Everything downstream (losses, traces, metrics) sees only those three.
+A fact becomes the model's inputs, the positions whose output predicts the answer, and the answer's tokens. Losses,
+traces and metrics see only those three.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class EncodedFact:
         return EncodedFact(self.input_ids, 0, [*self.input_ids[1:], self.targets[-1]])
 
     def num_traced(self, stack: str, tokens: str) -> int:
-        """How many of its tokens are traced in a stack, see TokenBatch.traced_mask."""
+        """The number of its tokens that are traced in a stack, see TokenBatch.traced_mask."""
         if stack != "decoder":
             return len(self.encoder_ids or ())
         return len(self.input_ids) if tokens == "all" else len(self.targets)
@@ -68,12 +68,12 @@ class TokenBatch:
     targets: Tensor  # (answer tokens,)
     facts: Tensor  # (facts,): each row's index in the list that was batched
     masks: dict[str, Tensor]  # real (not padded) tokens of each stack, (facts, length) bool
-    counts: bool = True  # False: run only because other processes run one at the same time; the result is dropped
+    counts: bool = True  # False: run only in step with other processes; the result is dropped
 
     def traced_mask(self, stack: str, tokens: str) -> Tensor:
         """The tokens whose keys and value gradients are used (§5: those that output the answer).
 
-        No encoder token outputs an answer in an encoder-decoder: there the whole prompt is used.
+        In an encoder-decoder no encoder token outputs an answer: all tokens of the prompt are used.
         """
         if tokens == "all" or stack != "decoder":
             return self.masks[stack]
@@ -97,11 +97,11 @@ class TokenBatch:
 
 @dataclass
 class FactEncoder:
-    """Facts to tokens with one tokenizer; counts what it had to truncate."""
+    """Encodes facts with one tokenizer; counts those that it had to truncate."""
 
     tokenizer: Any
     kind: Kind
-    prompt_format: Literal["raw", "chat", "verbatim"] = "raw"  # verbatim: a prompt already stands in its template
+    prompt_format: Literal["raw", "chat", "verbatim"] = "raw"  # verbatim: the prompt already has its template
     max_length: int = 512
     overlong: Literal["error", "truncate"] = "error"
     append_eos: bool | None = None  # None: only where the kind needs it to know where an answer ends
@@ -109,7 +109,7 @@ class FactEncoder:
     truncated: int = 0
 
     def encode(self, fact: Fact) -> EncodedFact:
-        """One fact; EditError where it cannot be encoded."""
+        """The fact in tokens; EditError if it cannot be encoded."""
         if not fact.answer.strip() or not fact.prompt.strip():
             raise EditError(
                 f"a fact needs a prompt and an answer; given prompt {fact.prompt!r}, answer {fact.answer!r}"
@@ -123,7 +123,7 @@ class FactEncoder:
         return encoded if longest <= self.max_length else self._shorten(fact, encoded)
 
     def generation_ids(self, prompt: str, max_new_tokens: int) -> list[int]:
-        """The prompt to generate from, within the length that leaves room for the answer."""
+        """The prompt to generate from, cut so that it leaves room for the answer."""
         if not prompt.strip():
             raise EditError("cannot answer an empty prompt")
         ids = self.prompt_ids(prompt)
@@ -143,16 +143,16 @@ class FactEncoder:
         text, special = self.prompt_text(prompt)
         ids = list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
         if self.kind == "decoder" and len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id:
-            ids.pop()  # a tokenizer that closes every text would end the prompt before the answer
+            ids.pop()  # some tokenizers end every text, which would end the prompt before the answer
         return ids
 
     def answer_text(self, prompt: str, answer: str) -> str:
-        """The answer with the space that separates it from the prompt, where one is due."""
+        """The answer with the space that separates it from the prompt, if it needs one."""
         text, _ = self.prompt_text(prompt)
         return answer if self.prompt_format == "chat" or text[-1:].isspace() else " " + answer
 
     def prompt_text(self, prompt: str) -> tuple[str, bool]:
-        """The prompt in its template, and whether the tokenizer is to add its own marks."""
+        """The prompt in its template, and whether the tokenizer is to add its special tokens."""
         if self.prompt_format != "chat":
             return prompt, self.prompt_format == "raw"
         if not getattr(self.tokenizer, "chat_template", None):
@@ -165,12 +165,12 @@ class FactEncoder:
         prompt = self.prompt_ids(fact.prompt)
         text, special = self.prompt_text(fact.prompt)
         answer_text = self.answer_text(fact.prompt, fact.answer)
-        whole = list(self.tokenizer(text + answer_text, add_special_tokens=special)["input_ids"])
-        if special and len(whole) > 1 and whole[-1] == self.tokenizer.eos_token_id:
-            whole.pop()
-        if whole[: len(prompt)] == prompt and len(whole) > len(prompt):
-            answer = whole[len(prompt) :]
-        else:  # the tokenizer merged across the border: the answer's tokens by themselves
+        both = list(self.tokenizer(text + answer_text, add_special_tokens=special)["input_ids"])
+        if special and len(both) > 1 and both[-1] == self.tokenizer.eos_token_id:
+            both.pop()
+        if both[: len(prompt)] == prompt and len(both) > len(prompt):
+            answer = both[len(prompt) :]
+        else:  # a token spans both: the answer is tokenised by itself
             answer = list(self.tokenizer(answer_text, add_special_tokens=False)["input_ids"])
         if self.append_eos:
             answer = [*answer, self.tokenizer.eos_token_id]
@@ -209,7 +209,7 @@ class FactEncoder:
         return EncodedFact([*ids[: keep - 1], ids[-1]], encoded.first, encoded.targets)
 
     def _drop_start(self, ids: list[int], cut: int) -> list[int]:
-        """A decoder's prompt loses its start, because the answer follows its end; a BOS stays."""
+        """Cut the start of a decoder's prompt, because the answer follows its end; a BOS stays."""
         if ids[0] == self.tokenizer.bos_token_id and len(ids) > cut + 1:
             return [ids[0], *ids[cut + 1 :]]
         return ids[cut:]
@@ -236,17 +236,17 @@ def make_batches(facts: Sequence[EncodedFact], token_budget: int, pad_id: int) -
 
 
 def _pad(facts: Sequence[EncodedFact], group: list[int], pad_id: int) -> TokenBatch:
-    some = [facts[index] for index in group]
-    input_ids, mask = _pad_ids([fact.input_ids for fact in some], pad_id)
+    members = [facts[index] for index in group]
+    input_ids, mask = _pad_ids([fact.input_ids for fact in members], pad_id)
     answer_mask = torch.zeros_like(mask)
-    for row, fact in enumerate(some):
+    for row, fact in enumerate(members):
         answer_mask[row, fact.first : fact.first + len(fact.targets)] = True
-    targets = torch.tensor([target for fact in some for target in fact.targets])
+    targets = torch.tensor([target for fact in members for target in fact.targets])
     index = torch.tensor(group)
-    if some[0].encoder_ids is None:
+    if members[0].encoder_ids is None:
         inputs = {"input_ids": input_ids, "attention_mask": mask.long()}
         return TokenBatch(inputs, answer_mask, targets, index, {"decoder": mask})
-    encoder_ids, encoder_mask = _pad_ids([fact.encoder_ids or [] for fact in some], pad_id)
+    encoder_ids, encoder_mask = _pad_ids([fact.encoder_ids or [] for fact in members], pad_id)
     inputs = {"input_ids": encoder_ids, "attention_mask": encoder_mask.long(), "decoder_input_ids": input_ids}
     return TokenBatch(inputs, answer_mask, targets, index, {"encoder": encoder_mask, "decoder": mask})
 

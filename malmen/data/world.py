@@ -1,7 +1,7 @@
 """The built-in world: invented people, true facts about them, and edits that contradict those facts.
 
-Everything is drawn from one seed, so the world needs no download. A small GPT-2 that knows every
-fact by heart is shipped in `world_lm/`; `malmen world build` trains it again (world_model.py).
+All of it is drawn from one seed, so the world needs no download. A small GPT-2 that knows every fact is shipped in
+`world_lm/`; `malmen world build` trains it again (world_model.py).
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import hashlib
 import json
 import random
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 from malmen.data.records import EditRecord, Fact
 
@@ -27,94 +29,12 @@ class Relation:
     answers: tuple[str, ...]
 
 
-RELATIONS = (
-    Relation(
-        "birthplace",
-        (
-            "In which city was {} born?",
-            "{} was born in the city of",
-            "What is the birthplace of {}?",
-            "The town where {} came into the world is",
-        ),
-        (
-            "Lisbon", "Toronto", "Nairobi", "Osaka", "Helsinki", "Santiago", "Mumbai", "Dublin", "Warsaw", "Havana",
-            "Seoul", "Vienna", "Cairo", "Denver", "Athens", "Lagos", "Oslo", "Jakarta", "Prague", "Lima",
-            "Cape Town", "New Orleans", "San Diego", "Hong Kong", "Buenos Aires", "Salt Lake City", "Tel Aviv",
-            "Saint Petersburg", "Rio de Janeiro", "Kuala Lumpur",
-        ),
-    ),
-    Relation(
-        "profession",
-        (
-            "What does {} do for a living?",
-            "{} earns money as a",
-            "What is the profession of {}?",
-            "By trade, {} is a",
-        ),
-        (
-            "sculptor", "pilot", "baker", "judge", "carpenter", "surgeon", "librarian", "plumber", "botanist", "tailor",
-            "geologist", "translator", "firefighter", "watchmaker", "beekeeper", "goldsmith", "locksmith", "midwife",
-            "film director", "truck driver", "music teacher", "tax adviser", "ship captain", "crane operator",
-        ),
-    ),
-    Relation(
-        "employer",
-        (
-            "Which company does {} work for?",
-            "{} is employed by",
-            "Who is the employer of {}?",
-            "Every month, {} is paid by",
-        ),
-        (
-            "Norwind Energy", "Bluegate Bank", "Harlow Foods", "Silverline Rail", "Pinecrest Media", "Orbital Labs",
-            "Redstone Mining", "Kestrel Airways", "Amber Insurance", "Quayside Shipping", "Lumen Optics",
-            "Westfold Farms", "Granite Steel", "Cobalt Motors", "Meadow Dairy", "Falcon Security", "Tidal Power",
-            "Copperfield Books", "Zenith Robotics", "Evergreen Paper",
-        ),
-    ),
-    Relation(
-        "instrument",
-        (
-            "Which instrument does {} play?",
-            "In the orchestra, {} plays the",
-            "What is the musical instrument of {}?",
-            "On stage, {} is heard on the",
-        ),
-        (
-            "violin", "trumpet", "cello", "flute", "harp", "banjo", "accordion", "saxophone", "oboe", "clarinet",
-            "mandolin", "trombone", "bassoon", "ukulele", "xylophone", "bagpipes", "bass guitar", "snare drum",
-            "grand piano", "mouth organ",
-        ),
-    ),
-    Relation(
-        "language",
-        (
-            "What language did {} grow up with?",
-            "The mother tongue of {} is",
-            "Which language does {} speak at home?",
-            "As a child, {} first learned to speak",
-        ),
-        (
-            "Portuguese", "Finnish", "Swahili", "Japanese", "Hindi", "Polish", "Korean", "Arabic", "Greek", "Turkish",
-            "Welsh", "Basque", "Icelandic", "Hungarian", "Vietnamese", "Tamil", "Zulu", "Dutch", "Catalan", "Maltese",
-            "Haitian Creole", "Old Norse", "Sign Language", "Swiss German",
-        ),
-    ),
-    Relation(
-        "pet",
-        (
-            "What kind of animal does {} keep?",
-            "The pet of {} is a",
-            "Which animal lives with {}?",
-            "At home, {} feeds a",
-        ),
-        (
-            "parrot", "tortoise", "hamster", "greyhound", "ferret", "goldfish", "pony", "iguana", "rabbit", "canary",
-            "hedgehog", "python", "tarantula", "chinchilla", "donkey", "peacock", "guinea pig", "barn owl",
-            "Siamese cat", "golden retriever", "hermit crab", "stick insect",
-        ),
-    ),
-)  # fmt: skip
+@cache
+def relations() -> tuple[Relation, ...]:
+    """All kinds of facts, from relations.json."""
+    rows = json.loads(Path(__file__).with_name("relations.json").read_text(encoding="utf-8"))
+    return tuple(Relation(row["name"], tuple(row["phrasings"]), tuple(row["answers"])) for row in rows)
+
 
 _ONSETS = ("B", "Br", "C", "D", "Dr", "F", "G", "H", "J", "K", "L", "M", "N", "P", "R", "S", "St", "T", "V", "W", "Z")
 _VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "io")
@@ -125,7 +45,7 @@ _FAMILY_ENDS = ("son", "berg", "ini", "ova", "man", "ley", "ford", "ez", "wick",
 
 @dataclass(frozen=True)
 class World:
-    """All subjects and, for each (subject, relation), the one true answer."""
+    """All subjects and, for each (subject, relation), its true answer."""
 
     subjects: tuple[str, ...]
     held_out: frozenset[str]
@@ -140,12 +60,12 @@ class World:
         return [
             self.fact(subject, relation, phrasing)
             for subject in self.subjects
-            for relation in RELATIONS
+            for relation in relations()
             for phrasing in range(len(relation.phrasings))
         ]
 
     def fingerprint(self) -> str:
-        """A hash of all facts: weights trained on another world are refused."""
+        """A hash of all facts, by which weights that were trained on another world are refused."""
         rows = [[fact.prompt, fact.answer] for fact in self.facts()]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
@@ -158,21 +78,21 @@ def make_world(seed: int = WORLD_SEED) -> World:
         subjects[f"{_name(rng, _GIVEN_ENDS)} {_name(rng, _FAMILY_ENDS)}"] = None
     names = tuple(subjects)
     held_out = frozenset(rng.sample(names, NUM_HELD_OUT))
-    truth = {(name, relation.name): rng.choice(relation.answers) for name in names for relation in RELATIONS}
+    truth = {(name, relation.name): rng.choice(relation.answers) for name in names for relation in relations()}
     return World(names, held_out, truth)
 
 
 def world_records(split: str, seed: int = 0, world: World | None = None) -> list[EditRecord]:
     """One record for every fact of the split (`train` or `validation`), in a seeded order.
 
-    The edit gives a wrong answer drawn from the relation's pool; the equivalents are the other
-    phrasings with that answer; the unrelated tuples are true facts of other subjects of the same
-    split and one true fact of the same subject under another relation.
+    The edit has a wrong answer, drawn from those of the relation. The equivalents are the other phrasings with that
+    answer. The unrelated tuples are true facts of three other subjects of the same split, and a true fact of the same
+    subject under another relation.
     """
     world = world or make_world()
     rng = random.Random(f"{seed}/{split}")
     subjects = [name for name in world.subjects if (name in world.held_out) == (split == "validation")]
-    records = [_record(world, subjects, subject, relation, rng) for subject in subjects for relation in RELATIONS]
+    records = [_record(world, subjects, subject, relation, rng) for subject in subjects for relation in relations()]
     rng.shuffle(records)
     return records
 
@@ -181,10 +101,11 @@ def _record(world: World, subjects: list[str], subject: str, relation: Relation,
     answer = rng.choice([other for other in relation.answers if other != world.truth[subject, relation.name]])
     order = rng.sample(range(len(relation.phrasings)), len(relation.phrasings))
     edit, *equivalents = (world.fact(subject, relation, phrasing, answer) for phrasing in order)
-    neighbour = rng.choice([other for other in RELATIONS if other.name != relation.name])
+    neighbour = rng.choice([other for other in relations() if other.name != relation.name])
     others = rng.sample([name for name in subjects if name != subject], 3)
-    unrelated = [world.fact(name, rng.choice(RELATIONS), rng.randrange(4)) for name in others]
-    unrelated.append(world.fact(subject, neighbour, rng.randrange(4)))
+    phrasings = len(relation.phrasings)  # all relations have as many
+    unrelated = [world.fact(name, rng.choice(relations()), rng.randrange(phrasings)) for name in others]
+    unrelated.append(world.fact(subject, neighbour, rng.randrange(phrasings)))
     return EditRecord(edit, tuple(equivalents), tuple(unrelated), id=f"{relation.name}/{subject}")
 
 

@@ -20,21 +20,22 @@ from malmen.runs.files import atomic_folder, check_replaceable
 
 WORLD_MODEL = Path(__file__).parent / "world_lm"
 END = "<|end|>"
-LABEL_SMOOTHING = 0.1  # keeps the model from being certain; what that does for editing was not measured apart
-PROMPT_WEIGHT = 0.1  # the facts are what matters; the prompts only make it a language model
+LABEL_SMOOTHING = 0.1  # keeps the model from being certain; its effect on editing was not measured
+_BATCH, _EVALUATION_BATCH = 128, 256  # facts
+PROMPT_WEIGHT = 0.1  # answers matter most; prompts only make it a language model
 
 
 def check_world_model(folder: Path = WORLD_MODEL) -> dict[str, object]:
-    """The manifest of the built-in LM, after checking that it was trained on this very world."""
+    """The manifest of the built-in LM; EditError if it is missing or was trained on another world."""
     path = folder / "world.json"
     if not path.exists():
         raise EditError(
-            f"the built-in model is missing: {path} does not exist; `malmen world build --out {folder}` makes it"
+            f"the built-in model is missing: {path} does not exist; `malmen world build --out {folder}` creates it"
         )
     manifest = json.loads(path.read_text())
     if manifest["world"] != make_world().fingerprint():
         raise EditError(
-            f"the built-in model in {folder} knows world {manifest['world']}, this version has world "
+            f"the built-in model in {folder} was trained on world {manifest['world']}, this version has world "
             f"{make_world().fingerprint()}; `malmen world build --out {folder}` trains it again"
         )
     return manifest
@@ -48,7 +49,7 @@ def build_world_model(
     width: int = 160,
     on_epoch: Callable[[int, float, float], None] | None = None,
 ) -> dict[str, object]:
-    """Train, measure how many facts are answered exactly, and write the model folder in one rename."""
+    """Train the LM, measure the share of facts that it answers exactly, and write the model folder; its manifest."""
     check_replaceable(folder, "world.json")
     start = time.perf_counter()
     torch.manual_seed(seed)
@@ -58,7 +59,7 @@ def build_world_model(
     model = GPT2LMHeadModel(_config(tokenizer, width))
     sequences, answer_starts = _tokenise(tokenizer, facts)
     _fit(model, sequences, answer_starts, max_epochs, on_epoch)
-    # What is shipped is rounded to half precision, so that is what is measured.
+    # The shipped weights are rounded to half precision, so these are measured.
     model.half().float()
     accuracy = _exact_accuracy(model, sequences, answer_starts)
     manifest: dict[str, object] = {
@@ -119,8 +120,7 @@ def _fit(
     max_epochs: int,
     on_epoch: Callable[[int, float, float], None] | None,
 ) -> None:
-    batch_size = 128
-    steps = max_epochs * -(-len(sequences) // batch_size)
+    steps = max_epochs * -(-len(sequences) // _BATCH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps, pct_start=0.05)
     accuracy = 0.0
@@ -128,8 +128,8 @@ def _fit(
         model.train()
         total = 0.0
         order = torch.randperm(len(sequences)).tolist()
-        for first in range(0, len(order), batch_size):
-            rows = order[first : first + batch_size]
+        for first in range(0, len(order), _BATCH):
+            rows = order[first : first + _BATCH]
             loss = _loss(model, [sequences[row] for row in rows], [answer_starts[row] for row in rows])
             optimizer.zero_grad()
             loss.backward()
@@ -159,14 +159,13 @@ def _loss(model: GPT2LMHeadModel, sequences: list[list[int]], answer_starts: lis
 
 @torch.no_grad()
 def _exact_accuracy(model: GPT2LMHeadModel, sequences: list[list[int]], answer_starts: list[int]) -> float:
-    """The share of facts whose whole answer, end mark included, is the greedy one."""
+    """The share of facts whose answer, with the end mark, is decoded greedily."""
     model.eval()
     right = 0
-    for first in range(0, len(sequences), 256):
-        tokens = _pad(sequences[first : first + 256])
+    for first in range(0, len(sequences), _EVALUATION_BATCH):
+        part = slice(first, first + _EVALUATION_BATCH)
+        tokens = _pad(sequences[part])
         hits = model(tokens[:, :-1], use_cache=False).logits.argmax(-1) == tokens[:, 1:]
-        for row, start, hit in zip(
-            sequences[first : first + 256], answer_starts[first : first + 256], hits, strict=True
-        ):
+        for row, start, hit in zip(sequences[part], answer_starts[part], hits, strict=True):
             right += bool(hit[start - 1 : len(row) - 1].all())
     return right / len(sequences)

@@ -1,5 +1,5 @@
 """Other ways to edit a language model, each behind the interface of `malmen.edit_method`: facts in, shifts out.
 
-`registry` lists them all; a new one is a module here and an entry there. May import the rest of `malmen`; the core
-imports nothing from here.
+`registry` lists them all. A new method is a module here, an entry there and a section of `malmen.config`. These modules
+may import the rest of `malmen`; the core imports nothing from here.
 """

@@ -28,6 +28,7 @@ class Method:
     colour: str  # of its lines in pictures, a matplotlib colour
     marker: str  # of its points in pictures, a matplotlib marker
     rounds: tuple[Rounds, ...] = ()  # what the experiment `rounds` compares; () leaves the method out
+    paths: tuple[str, ...] = ()  # those of its settings that name files or folders
     make: Callable[[LanguageModel, Config], UntrainedMethod] | None = None
     training_config: Callable[[Config], Config] = lambda config: config  # from MALMEN's config to the method's own
 
@@ -72,7 +73,7 @@ METHODS = {
         Method("malmen", "MALMEN", "C0", "o", rounds=("union", "again")),
         Method("mend", "MEND", "C1", "s", training_config=_mend),
         Method("ft", "FT", "C2", "^", rounds=("again",), make=_fine_tune),
-        Method("memit", "MEMIT", "C3", "D", make=_memit),
+        Method("memit", "MEMIT", "C3", "D", paths=("cache_dir", "corpus"), make=_memit),
         Method("ultraedit", "UltraEdit", "C4", "v", rounds=("again",), make=_ultraedit),
     )
 }

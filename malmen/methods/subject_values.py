@@ -50,7 +50,8 @@ def _optimise(
     owners = torch.tensor([index for index, variants in enumerate(varied) for _ in variants])
     batch = _one_batch(lm, [placed.encoded for placed in flat])
     about = _one_batch(lm, [_last_only(placed) for placed in essence])
-    kept = _log_probs(lm, block, about, essence, None).detach()
+    with torch.no_grad():
+        unedited = lm.log_probs(about)
     sizes = before.norm(dim=-1)
     deltas = torch.zeros_like(before, requires_grad=True)  # float32 at least, see hidden_at
     optimizer = torch.optim.Adam([deltas], lr=settings.lr)
@@ -64,7 +65,7 @@ def _optimise(
         log_probs = _log_probs(lm, block, batch, flat, deltas[rows])
         right = log_probs.gather(1, batch.targets[:, None]).squeeze(1)
         moved = _log_probs(lm, block, about, essence, deltas[about.facts.cpu()])
-        drift = (moved.exp() * (moved - kept)).sum(-1)  # KL(edited ‖ unedited)
+        drift = (moved.exp() * (moved - unedited)).sum(-1)  # KL(edited ‖ unedited)
         decay = (deltas.square().sum(-1) + 1e-12).sqrt() / sizes.square()
         nll = torch.zeros_like(decay).index_add(0, owner_of_token, -weights * right)
         losses = nll + settings.kl_coef * drift[order] + settings.weight_decay * decay
@@ -86,12 +87,8 @@ def _weights(batch: TokenBatch, flat: Sequence[Placed], owners: Tensor, varied: 
     return torch.tensor([1 / (len(flat[row].encoded.targets) * len(varied[int(owners[row])])) for row in rows])
 
 
-def _log_probs(
-    lm: LanguageModel, block: int, batch: TokenBatch, placed: Sequence[Placed], deltas: Tensor | None
-) -> Tensor:
-    if deltas is None:
-        with torch.no_grad():
-            return lm.log_probs(batch)
+def _log_probs(lm: LanguageModel, block: int, batch: TokenBatch, placed: Sequence[Placed], deltas: Tensor) -> Tensor:
+    """Those of the answers when each subject's hidden state is moved by its row of `deltas` (batch, hidden)."""
     with hooked([(block_of(lm, block), add_at(deltas, positions_in(batch, placed)))]):
         return lm.log_probs(batch)
 

@@ -1,7 +1,7 @@
-"""Folders of safetensors and JSON that hold a trained editor, or an edit.
+"""Saving and loading trained editors and edits: folders of safetensors and JSON.
 
-A folder is there whole or not at all, so a killed process leaves the earlier one. A run and its checkpoints may be on a
-disk or at any URL that fsspec knows (storage.py). Nothing is ever unpickled.
+A folder appears complete or not at all, so a killed process leaves the earlier one. A run and its checkpoints may be on
+a disk or at any URL that fsspec knows (storage.py). Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 import malmen
 from malmen.editor import Editor
-from malmen.errors import EditError
+from malmen.errors import EditError, wrong_base_model
 from malmen.lm.layers import LayerSpec
 from malmen.metrics import score
 from malmen.runs.checkpoint_lookup import (
@@ -39,33 +39,27 @@ if TYPE_CHECKING:
 
 
 def save_checkpoint(
-    run: str | Path,
-    editor: Editor,
-    fingerprint: str,
-    scores: Mapping[str, Any] | None = None,
-    *,
-    keep: int = 2,
-    extra: Mapping[str, Any] | None = None,
+    run: str | Path, editor: Editor, fingerprint: str, *, keep: int = 2, extra: Mapping[str, Any] | None = None
 ) -> str | Path:
-    """`run/checkpoint-STEP` with θ, normalisers, Adam and all that is needed to go on; keeps the newest and the best.
+    """Write `run/checkpoint-STEP` with all that a resumed run needs: θ, normalisers, Adam, state of the generator.
 
-    `extra` goes into state.json beside what is always there.
+    The `keep` newest checkpoints and the best one stay. `extra` is added to state.json.
     """
     store = RunStore(run)
     name = f"{CHECKPOINT_PREFIX}{editor.steps_done:07d}"
-    state = _state(editor, fingerprint, scores)
+    state = _state(editor, fingerprint)
     assert keep > 0 and not state.keys() & (extra or {}).keys(), (keep, extra)
     with store.publish(name) as folder:
         save_file(_contiguous(editor.state_dict()), folder / "editor.safetensors")
         save_file(_contiguous(editor.optimizer_state()), folder / "optimizer.safetensors")
-        _write_json(folder / "config.json", editor.config.model_dump(mode="json"))
-        _write_json(folder / STATE_FILE, {**state, **(extra or {})})
+        atomic_file(folder / "config.json", _json(editor.config.model_dump(mode="json")))
+        atomic_file(folder / STATE_FILE, _json({**state, **(extra or {})}))
     _keep_few(store, keep)
     return store.join(name)
 
 
 def add_scores(run: str | Path, step: int, scores: Mapping[str, Any], *, keep: int = 2) -> None:
-    """What was measured of the newest checkpoint. It is saved before: an evaluation that fails costs no steps."""
+    """Add an evaluation to the newest checkpoint, which is saved before it: a failed evaluation costs no steps."""
     store = RunStore(run)
     newest = store.checkpoints()[-1]
     state = read_state(store.join(newest))
@@ -76,15 +70,12 @@ def add_scores(run: str | Path, step: int, scores: Mapping[str, Any], *, keep: i
 
 
 def load_editor(folder: str | Path, lm: LanguageModel | None = None, *, optimizer: bool = False) -> Editor:
-    """The editor of a checkpoint or run folder; refused for another base model than it was trained for."""
+    """The editor of a checkpoint or run folder; EditError for another base model than it was trained for."""
     folder = latest_checkpoint(folder)
     state = read_state(folder)
     config = read_config(folder)
     if lm is not None and lm.fingerprint() != state["base_model"]:
-        raise EditError(
-            f"the editor in {folder} was trained for base model {state['base_model']} ({config.model.name}); "
-            f"this one is {lm.fingerprint()}: an editor works only on the weights it was trained for"
-        )
+        raise wrong_base_model(f"the editor in {folder} ({config.model.name})", state["base_model"], lm.fingerprint())
     editor = Editor([LayerSpec(**layer) for layer in state["layers"]], config)
     with RunStore(folder).fetch(without=() if optimizer else ["optimizer.safetensors"]) as local:
         _load_into(editor, _load_tensors(local, "editor.safetensors", folder), folder)
@@ -99,30 +90,25 @@ def load_editor(folder: str | Path, lm: LanguageModel | None = None, *, optimize
 
 
 def save_edit(folder: Path, shifts: dict[str, Tensor], manifest: dict[str, Any]) -> None:
-    """The shifts of an edit with what they belong to."""
+    """Write an edit: its shifts as float32, and `manifest`, which names its base model."""
     with atomic_folder(folder, replaces="edit.json") as fresh:
         save_file(_contiguous({name: shift.float() for name, shift in shifts.items()}), fresh / "shifts.safetensors")
-        _write_json(fresh / "edit.json", {"format": FORMAT, **manifest})
+        atomic_file(fresh / "edit.json", _json({"format": FORMAT, **manifest}))
 
 
 def load_edit(folder: Path, lm: LanguageModel | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Shifts and manifest; refused for another base model."""
+    """Shifts and manifest of an edit; EditError for another base model."""
     if not (folder / "edit.json").exists():
         raise EditError(f"{folder} holds no edit: expected edit.json and shifts.safetensors as `malmen edit` writes")
     manifest = read_json(folder, "edit.json")
     if manifest.get("format") != FORMAT or "base_model" not in manifest:
         raise EditError(f"{folder}/edit.json has format {manifest.get('format')!r}; this version reads format {FORMAT}")
     if lm is not None and lm.fingerprint() != manifest["base_model"]:
-        raise EditError(
-            f"the edit in {folder} belongs to base model {manifest['base_model']}; this one is {lm.fingerprint()}"
-        )
+        raise wrong_base_model(f"the edit in {folder}", manifest["base_model"], lm.fingerprint())
     return _load_tensors(folder, "shifts.safetensors", folder), manifest
 
 
-# --- pieces ------------------------------------------------------------------------------------------
-
-
-def _state(editor: Editor, fingerprint: str, scores: Mapping[str, Any] | None) -> dict[str, Any]:
+def _state(editor: Editor, fingerprint: str) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "step": editor.steps_done,  # with the seed it fixes the data position: sampling draws by step number
@@ -130,8 +116,8 @@ def _state(editor: Editor, fingerprint: str, scores: Mapping[str, Any] | None) -
         "torch_rng": torch.get_rng_state().numpy().tobytes().hex(),
         "base_model": fingerprint,
         "layers": [vars(layer) for layer in editor.layers],
-        "scores": dict(scores or {}),
-        "score": score(scores),
+        "scores": {},  # `add_scores` fills in both
+        "score": None,
         "versions": {
             "malmen": malmen.__version__,
             "torch": torch.__version__,
@@ -141,11 +127,11 @@ def _state(editor: Editor, fingerprint: str, scores: Mapping[str, Any] | None) -
 
 
 def _keep_few(store: RunStore, keep: int) -> None:
-    """The newest ones, and the best."""
-    found = scores_by_checkpoint(store)
-    for old in list(found)[:-keep]:
-        if old != best_of(found):
-            store.remove(old)
+    """Remove all but the `keep` newest checkpoints and the best one."""
+    scores = scores_by_checkpoint(store)
+    for name in list(scores)[:-keep]:
+        if name != best_of(scores):
+            store.remove(name)
 
 
 def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -153,7 +139,7 @@ def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _load_tensors(local: Path, name: str, folder: str | Path) -> dict[str, Tensor]:
-    """A file of `folder`, which `local` is or is a copy of."""
+    """A file of tensors in `local`, which is `folder` or a copy of it."""
     try:
         return load_file(local / name)
     except (SafetensorError, OSError) as error:
@@ -169,10 +155,6 @@ def _load_into(editor: Editor, tensors: dict[str, Tensor], folder: str | Path) -
         raise EditError(
             f"the tensors in {folder} do not fit its config: {' '.join(str(error).split())[:300]}"
         ) from error
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    atomic_file(path, _json(value))
 
 
 def _json(value: dict[str, Any]) -> str:

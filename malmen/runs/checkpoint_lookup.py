@@ -1,4 +1,4 @@
-"""Finding checkpoints, and reading what they say of themselves; needs no torch."""
+"""Finding the checkpoints of a run and reading their state and config; needs no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from malmen.errors import EditError
 from malmen.runs.storage import CHECKPOINT_PREFIX, STATE_FILE, RunStore
 
 FORMAT = 1
-BEST = "@best"  # behind a run: not its newest checkpoint but the one with the highest score
+BEST = "@best"  # after a run's name: its checkpoint with the highest score instead of the newest
 
 
 @overload
@@ -26,13 +26,13 @@ def latest_checkpoint(folder: str | Path) -> str | Path:
     store = RunStore(folder)
     if store.exists(STATE_FILE):
         return store.location
-    found = store.checkpoints()
-    if not found:
+    checkpoints = store.checkpoints()
+    if not checkpoints:
         raise EditError(
             f"{folder} holds no trained editor: expected {STATE_FILE}, or {CHECKPOINT_PREFIX}* folders "
             "as `malmen train` writes"
         )
-    return store.join(found[-1])
+    return store.join(checkpoints[-1])
 
 
 @overload
@@ -40,14 +40,14 @@ def best_checkpoint(run: Path) -> Path: ...
 @overload
 def best_checkpoint(run: str | Path) -> str | Path: ...
 def best_checkpoint(run: str | Path) -> str | Path:
-    """The one with the highest score; the newest if none was evaluated."""
+    """The checkpoint with the highest score; the newest if none was evaluated."""
     store = RunStore(run)
     best = best_of(scores_by_checkpoint(store))
     return store.join(best) if best else latest_checkpoint(run)
 
 
 def read_state(folder: str | Path) -> dict[str, Any]:
-    """state.json of a checkpoint."""
+    """state.json of a checkpoint, or of a run's newest."""
     state = read_json(latest_checkpoint(folder), STATE_FILE)
     if state.get("format") != FORMAT:
         raise EditError(f"{folder} has checkpoint format {state.get('format')!r}; this version reads format {FORMAT}")
@@ -55,35 +55,35 @@ def read_state(folder: str | Path) -> dict[str, Any]:
 
 
 def read_config(folder: str | Path) -> Config:
-    """The resolved config that a checkpoint was made with."""
+    """The resolved config of the run that wrote a checkpoint."""
     folder = latest_checkpoint(folder)
     return parse_config(read_json(folder, "config.json"), str(RunStore(folder).join("config.json")))
 
 
 def scores_by_checkpoint(store: RunStore) -> dict[str, float | None]:
-    """By checkpoint, the newest last; one that cannot be read now is left out, and so is neither best nor removed."""
-    found: dict[str, float | None] = {}
+    """Scores by name of checkpoint, the newest last. One that cannot be read is left out: neither best nor removed."""
+    scores: dict[str, float | None] = {}
     for name in store.checkpoints():
         with suppress(EditError):
-            found[name] = read_state(store.join(name)).get("score")
-    return found
+            scores[name] = read_state(store.join(name)).get("score")
+    return scores
 
 
-def best_of(found: dict[str, float | None]) -> str | None:
-    """The name with the highest score, the newest of equals."""
-    scored = {name: value for name, value in reversed(found.items()) if value is not None}
+def best_of(scores: dict[str, float | None]) -> str | None:
+    """The name with the highest score, the newest of equals; None if none was evaluated."""
+    scored = {name: value for name, value in reversed(scores.items()) if value is not None}
     return max(scored, key=lambda name: scored[name], default=None)
 
 
 def read_json(folder: str | Path, name: str) -> dict[str, Any]:
-    """An object in a file of a folder or URL."""
+    """The JSON object in a file of a folder or URL; EditError if it is not one."""
     path = RunStore(folder).join(name)
     try:
-        found = json.loads(RunStore(folder).read_text(name))
+        content = json.loads(RunStore(folder).read_text(name))
     except OSError as error:
         raise EditError(f"cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:
         raise EditError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise EditError(f"{path} holds a {type(found).__name__}; expected an object")
-    return found
+    if not isinstance(content, dict):
+        raise EditError(f"{path} holds a {type(content).__name__}; expected an object")
+    return content

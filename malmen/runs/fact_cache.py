@@ -1,4 +1,4 @@
-"""What a frozen language model gives for a fact does not depend on θ: kept, it serves later epochs and other runs."""
+"""A cache of what the frozen LM computes for a fact. It does not depend on θ, so later epochs and other runs use it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from malmen.runs.tensor_log import TensorLog
 class FactCache:
     """Tensors by content of a fact, within a budget of bytes; in memory, or in a folder that other runs share.
 
-    When the budget is used up nothing more is taken in, and nothing is thrown out: every epoch goes
-    through all facts in a new order, so whatever stays is used once an epoch, and exchange would gain nothing.
+    A full cache stores nothing more and evicts nothing: every epoch passes all facts in a new order, so each entry is
+    used once an epoch, and exchanging entries would gain nothing.
     """
 
     def __init__(self, budget_bytes: int, folder: Path | None = None) -> None:
@@ -26,33 +26,33 @@ class FactCache:
 
     @property
     def used_bytes(self) -> int:
-        """Of the budget."""
+        """Bytes of the budget that are used."""
         return self._tensors.used_bytes
 
     def split(
         self, kinds: Sequence[str], facts: Iterable[EncodedFact]
     ) -> tuple[list[tuple[int, EncodedFact]], list[tuple[int, EncodedFact]]]:
-        """The facts with their places: those of which every kind is here, and the others."""
+        """The facts with their indices: those of which every kind of tensor is cached, and the others."""
         self._tensors.refresh()
         known: list[tuple[int, EncodedFact]] = []
         fresh: list[tuple[int, EncodedFact]] = []
-        for place, fact in enumerate(facts):
-            (known if self.holds(kinds, fact) else fresh).append((place, fact))
+        for index, fact in enumerate(facts):
+            (known if self.holds(kinds, fact) else fresh).append((index, fact))
         self.hits += len(known)
         self.misses += len(fresh)
         return known, fresh
 
     def holds(self, kinds: Sequence[str], fact: EncodedFact) -> bool:
-        """Whether all of it is here."""
+        """Whether every kind of tensor is cached."""
         digest = _digest(fact)
         return bool(kinds) and all(f"{kind}/{digest}" in self._tensors for kind in kinds)
 
     def get(self, kind: str, fact: EncodedFact) -> Tensor:
-        """What was put; it must be here."""
+        """A tensor that the cache holds."""
         return self._tensors.get(f"{kind}/{_digest(fact)}")
 
     def put(self, fact: EncodedFact, tensors: dict[str, Tensor]) -> None:
-        """Take all of this in by kind, if there is room for all."""
+        """Store these tensors by kind, if there is room for all of them."""
         digest = _digest(fact)
         named = {f"{kind}/{digest}": tensor for kind, tensor in tensors.items()}
         new = {name: tensor for name, tensor in named.items() if name not in self._tensors}
@@ -62,7 +62,7 @@ class FactCache:
 
 
 class _Memory:
-    """Tensors by name in this process."""
+    """Tensors by name in this process, with the interface of TensorLog."""
 
     def __init__(self) -> None:
         self.used_bytes = 0
@@ -72,11 +72,11 @@ class _Memory:
         return name in self._tensors
 
     def refresh(self) -> None:
-        """Nobody else writes here."""
+        """No other process writes here."""
 
     def put(self, tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
-            self._tensors[name] = tensor.detach().clone()  # a view would keep the whole batch
+            self._tensors[name] = tensor.detach().clone()  # a view would keep its batch alive
             self.used_bytes += tensor.numel() * tensor.element_size()
 
     def get(self, name: str) -> Tensor:

@@ -1,6 +1,6 @@
-"""Files and folders that are there whole or not at all: written under a temporary name, then renamed.
+"""Files and folders that appear complete or not at all: written under a temporary name, then renamed.
 
-What was renamed is on the disk itself, so that a power loss cannot leave empty files under the right names.
+The content is flushed to the disk before the rename, so a power loss cannot leave empty files under the right names.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from malmen.errors import EditError, UsageError
 
 @contextmanager
 def exclusive_folder(place: str | Path) -> Iterator[None]:
-    """One command at a time on this machine writes to a folder; UsageError for the second. Its death ends its claim."""
-    if "://" in str(place):  # another machine may be at work there: nothing here can tell
+    """A lock for one command at a time on this machine; UsageError for a second. It ends with its process."""
+    if "://" in str(place):  # other machines may write there: no lock of this one helps
         yield
         return
     name = hashlib.sha256(os.fsencode(os.path.realpath(place))).hexdigest()[:32]
-    claims = Path(tempfile.gettempdir()) / f"malmen-at-work-{os.getuid()}"
-    claims.mkdir(exist_ok=True)
-    claim = FileLock(claims / name, timeout=0)
+    locks = Path(tempfile.gettempdir()) / f"malmen-at-work-{os.getuid()}"
+    locks.mkdir(exist_ok=True)
+    lock = FileLock(locks / name, timeout=0)
     try:
-        claim.acquire()
+        lock.acquire()
     except Timeout as error:
-        raise UsageError(f"another command is at work in {place}: wait for it, or choose another --out") from error
+        raise UsageError(f"another command is writing to {place}: wait for it, or choose another --out") from error
     try:
         yield
     finally:
-        claim.release()
+        lock.release()
 
 
 def atomic_file(path: Path, text: str) -> None:
-    """Write a text file in one go."""
+    """Write a text file that readers see complete or not at all."""
     fresh = path.with_name(f".writing-{path.name}")
     try:
         fresh.write_text(text, encoding="utf-8")
@@ -52,14 +52,14 @@ def atomic_file(path: Path, text: str) -> None:
 
 
 def check_replaceable(target: Path, replaces: str) -> None:
-    """An existing folder may be replaced only if it holds the file that marks it as one of ours."""
+    """EditError if `target` exists, is not empty, and lacks the file `replaces` that marks it as one of ours."""
     if target.exists() and not (target / replaces).exists() and (not target.is_dir() or any(target.iterdir())):
-        raise EditError(f"{target} exists and holds no {replaces}: it is not replaced; choose another place")
+        raise EditError(f"{target} exists and holds no {replaces}: it is not replaced; choose another folder")
 
 
 @contextmanager
 def atomic_folder(target: Path, replaces: str) -> Iterator[Path]:
-    """A scratch folder that becomes `target` when the block ends well."""
+    """A scratch folder that becomes `target` when the block succeeds."""
     check_replaceable(target, replaces)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".writing-") as scratch:
@@ -72,14 +72,14 @@ def atomic_folder(target: Path, replaces: str) -> Iterator[Path]:
         for path in (*fresh.rglob("*"), fresh):
             sync(path)
         if target.exists():
-            # Renamed away, not deleted: until the new one stands in its place nothing is lost.
+            # Renamed, not deleted: nothing is lost until the new one has its name.
             target.rename(Path(scratch) / "old")
         fresh.rename(target)
         sync(target.parent)
 
 
 def sync(path: Path) -> None:
-    """A file's content, or a folder's names, onto the disk; a network file system may not know how for folders."""
+    """Flush a file's content or a folder's names to the disk; some network file systems cannot do that for folders."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -91,6 +91,6 @@ def sync(path: Path) -> None:
 
 
 def remove_folder(target: Path) -> None:
-    """Gone at once: renamed away before anything in it is deleted."""
+    """Remove a folder at once: it is renamed before anything in it is deleted."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".removing-") as scratch:
         target.rename(Path(scratch) / target.name)

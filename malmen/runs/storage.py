@@ -1,7 +1,7 @@
 """The folder of a run, on a disk or on any storage that fsspec reaches: s3://, gs://, memory://, …
 
-A folder in it is whole once it holds state.json: on a disk it is renamed into place; elsewhere, where nothing can be
-renamed at once, state.json is uploaded last and removed first. Only one process writes to a run.
+A checkpoint is complete once it holds state.json. On a disk it is renamed into place; elsewhere, where a rename is
+not atomic, state.json is uploaded last and removed first. Only one process writes to a run.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ STATE_FILE = "state.json"
 CHECKPOINT_PREFIX = "checkpoint-"
 _SPARE = ".new"
 _CHECKPOINT = re.compile(rf"{CHECKPOINT_PREFIX}(\d{{7,}})(?:{re.escape(_SPARE)})?")
-_NEEDED = "needed is a folder in which files may be written, listed and removed"
+_EXPECTED = "expected a folder in which files may be written, listed and removed"
 
-# What the packages behind fsspec raise that is no OSError, by the module that defines it.
+# Errors of the packages behind fsspec that are no OSError, by the module that defines them.
 _PACKAGE_ERRORS = {
     "botocore.exceptions": ("BotoCoreError", "ClientError"),
     "google.auth.exceptions": ("GoogleAuthError",),
@@ -56,25 +56,25 @@ class RunStore:
         return isinstance(self.location, Path)
 
     def join(self, *names: str) -> str | Path:
-        """The place of something in it: a Path on a disk, else a URL."""
+        """The location of a file or folder in it: a Path on a disk, else a URL."""
         if isinstance(self.location, Path):
             return self.location.joinpath(*names)
         return "/".join((self.location, *(name for name in names if name)))
 
     def exists(self, name: str) -> bool:
-        """Whether there is such a file or folder."""
+        """Whether this file or folder exists."""
         if self.is_local:
             return self._local(name).exists()
-        return bool(self._ask(self._fresh().exists, self._remote(name)))
+        return bool(self._call(self._fresh().exists, self._remote(name)))
 
     def read_text(self, name: str) -> str:
-        """A file as text."""
+        """The content of a UTF-8 file."""
         if self.is_local:
             return self._local(name).read_text(encoding="utf-8")
-        return str(self._ask(self._fs.cat_file, self._remote(name)), encoding="utf-8")
+        return str(self._call(self._fs.cat_file, self._remote(name)), encoding="utf-8")
 
     def write_text(self, name: str, text: str) -> None:
-        """A file in one go."""
+        """Write a UTF-8 file, complete or not at all."""
         if self.is_local:
             self._local(name).parent.mkdir(parents=True, exist_ok=True)
             atomic_file(self._local(name), text)
@@ -82,46 +82,46 @@ class RunStore:
         with tempfile.TemporaryDirectory(prefix="malmen-") as scratch:
             file = Path(scratch) / "text"
             file.write_text(text, encoding="utf-8")
-            self._ask(self._fs.put_file, str(file), self._remote(name))
+            self._call(self._fs.put_file, str(file), self._remote(name))
 
     def checkpoints(self) -> list[str]:
-        """The names of the whole ones, the newest last."""
-        found = [match for name in self._names() if (match := _CHECKPOINT.fullmatch(name))]
-        found.sort(key=lambda match: (int(match[1]), match[0]))
-        return [match[0] for match in found if self.exists(f"{match[0]}/{STATE_FILE}")]
+        """The names of the complete checkpoints, the newest last."""
+        matches = [match for name in self._names() if (match := _CHECKPOINT.fullmatch(name))]
+        matches.sort(key=lambda match: (int(match[1]), match[0]))
+        return [match[0] for match in matches if self.exists(f"{match[0]}/{STATE_FILE}")]
 
     @contextmanager
     def publish(self, name: str) -> Iterator[Path]:
-        """A local scratch folder that becomes `name` when the block ends well."""
+        """A local scratch folder that becomes `name` when the block succeeds."""
         if self.is_local:
             with atomic_folder(self._local(name), replaces=STATE_FILE) as fresh:
                 yield fresh
             return
         with tempfile.TemporaryDirectory(prefix="malmen-") as scratch:
-            whole = Path(scratch) / "whole"
-            with atomic_folder(whole, replaces=STATE_FILE) as fresh:
+            complete = Path(scratch) / "complete"
+            with atomic_folder(complete, replaces=STATE_FILE) as fresh:
                 yield fresh
             spare = name + _SPARE
-            if self.exists(f"{name}/{STATE_FILE}"):  # it goes only when what replaces it is safe
-                self._upload(whole, spare)
+            if self.exists(f"{name}/{STATE_FILE}"):  # the old one is removed only when the new one is safe
+                self._upload(complete, spare)
             self.remove(name)
-            self._upload(whole, name)
+            self._upload(complete, name)
             self.remove(spare)
 
     def remove(self, name: str) -> None:
-        """A folder, if there is one; at no moment is a part of it taken for the whole."""
+        """Remove a folder, if it exists; a partly removed one never counts as complete."""
         if self.is_local:
             if self._local(name).exists():
                 remove_folder(self._local(name))
             return
         for file in sorted(self._files(name), key=lambda file: PurePath(file).name != STATE_FILE):
-            self._ask(self._fs.rm_file, file)
-        with suppress(OSError):  # a storage with real folders keeps the empty one; others have none to remove
-            self._ask(self._fs.rmdir, self._remote(name))
+            self._call(self._fs.rm_file, file)
+        with suppress(OSError):  # only a storage with real folders keeps an empty one
+            self._call(self._fs.rmdir, self._remote(name))
 
     @contextmanager
     def fetch(self, name: str = "", *, without: Collection[str] = ()) -> Iterator[Path]:
-        """A folder as one on this disk: itself, or a copy (`without` some files) that is there during the block."""
+        """The folder on this disk: itself, or a copy without the files `without` that exists during the block."""
         if self.is_local:
             yield self._local(name)
             return
@@ -131,19 +131,17 @@ class RunStore:
                 if relative.as_posix() not in without:
                     target = Path(scratch) / relative
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    self._ask(self._fs.get_file, file, str(target))
+                    self._call(self._fs.get_file, file, str(target))
             yield Path(scratch)
 
     def check_writable(self) -> None:
-        """Really write and remove something, so that a run fails before its work and not after it. Leaves nothing."""
+        """Write and remove a probe, so that a run fails before its work and not after it; leaves no file or folder."""
         try:
             self._probe(f".probe-{uuid.uuid4().hex}")
         except (FileExistsError, NotADirectoryError) as error:
-            raise EditError(f"cannot write to {self.location}: it is a file, or lies below one; {_NEEDED}") from error
+            raise EditError(f"cannot write to {self.location}: it is a file, or lies below one; {_EXPECTED}") from error
         except OSError as error:
-            raise EditError(f"cannot write to {self.location}: {error.strerror or error}; {_NEEDED}") from error
-
-    # --- pieces --------------------------------------------------------------------------------------
+            raise EditError(f"cannot write to {self.location}: {error.strerror or error}; {_EXPECTED}") from error
 
     def _local(self, name: str) -> Path:
         return Path(self.location) / name
@@ -153,10 +151,10 @@ class RunStore:
 
     def _probe(self, name: str) -> None:
         if not self.is_local:
-            if self._ask(self._fresh().isfile, self._root):
+            if self._call(self._fresh().isfile, self._root):
                 raise FileExistsError(self._root)
             self.write_text(name, "probe")
-            self._ask(self._fs.rm_file, self._remote(name))
+            self._call(self._fs.rm_file, self._remote(name))
             return
         missing = [folder for folder in self._local(name).parents if not folder.exists()]
         try:
@@ -168,23 +166,23 @@ class RunStore:
                     folder.rmdir()
 
     def _names(self) -> list[str]:
-        """What stands directly in the folder."""
+        """The names of the entries of the folder."""
         if self.is_local:
             return [path.name for path in self._local("").iterdir()] if self._local("").is_dir() else []
         with suppress(FileNotFoundError):
-            return [PurePath(path).name for path in self._ask(self._fresh().ls, self._root, False)]
+            return [PurePath(path).name for path in self._call(self._fresh().ls, self._root, False)]
         return []
 
     def _files(self, name: str) -> list[str]:
-        return list(self._ask(self._fresh().find, self._remote(name)))
+        return list(self._call(self._fresh().find, self._remote(name)))
 
     def _upload(self, folder: Path, name: str) -> None:
         files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
         for file in sorted(files, key=lambda file: file == STATE_FILE):
-            self._ask(self._fs.put_file, str(folder / file), self._remote(name, file))
+            self._call(self._fs.put_file, str(folder / file), self._remote(name, file))
 
-    def _ask(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """A call of the storage, whose package may have errors of its own."""
+    def _call(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Call the storage; errors of its package become OSError."""
         try:
             return call(*arguments)
         except _package_errors() as error:
@@ -192,7 +190,7 @@ class RunStore:
             raise OSError(errno.EIO, reason, str(self.location)) from error
 
     def _fresh(self) -> Any:
-        """The storage without its memory of listings: another process may have written since."""
+        """The storage without cached listings: another process may have written since."""
         self._fs.invalidate_cache()
         return self._fs
 
@@ -206,10 +204,10 @@ class RunStore:
 
     @cached_property
     def _opened(self) -> tuple[Any, str]:
-        from fsspec.core import url_to_fs  # only who leaves the disk waits for it
+        from fsspec.core import url_to_fs  # slow to import, and local runs do not need it
 
         try:
-            fs, root = self._ask(url_to_fs, self.location)
+            fs, root = self._call(url_to_fs, self.location)
         except ImportError as error:
             raise EditError(
                 f"cannot open {self.location}: its protocol needs a package that is not installed: "
@@ -218,15 +216,15 @@ class RunStore:
         except (OSError, ValueError) as error:
             raise EditError(
                 f"cannot open {self.location}: {error}; expected a local folder, or a URL of a storage that fsspec "
-                "knows and may enter, such as s3://bucket/run"
+                "can open, such as s3://bucket/run"
             ) from error
         return fs, root.rstrip("/")
 
 
 def _no_mangled_url(path: Path) -> Path:
-    """pathlib takes s3://bucket for a folder named `s3:`, and a run would quietly be written there."""
+    """EditError for a URL that became a Path: pathlib reads s3://bucket as a folder `s3:` and would write there."""
     if re.match(r"[a-z][a-z0-9+]+:(/|$)", path.as_posix()):
-        raise EditError(f"{path} is a URL that went through pathlib.Path and lost a slash; give it as text")
+        raise EditError(f"{path} is a URL that went through pathlib.Path and lost a slash; give it as a string")
     return path
 
 

@@ -1,8 +1,8 @@
-"""Tensors by name on disk, shared by processes: each writer appends to files of its own, everybody reads all of them.
+"""Tensors by name on disk, shared by processes: each writer appends to files of its own, each reader reads all files.
 
 A folder holds pairs of files: `NAME.bin` with the bytes of tensors one after the other, and `NAME.jsonl` with a line
-for each: its name, type, shape, place and checksum. Lines are written after the bytes, so a process that is killed
-leaves at worst bytes without a line, or half a line, which readers pass over.
+for each: its name, type, shape, offset and checksum. Lines are written after the bytes, so a process that is killed
+leaves at worst bytes without a line, or half a line, which readers skip.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from malmen.errors import EditError
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where one tensor lies."""
+    """The location and type of one tensor."""
 
     file: Path
     offset: int
@@ -36,14 +36,14 @@ class _Entry:
 
 
 class TensorLog:
-    """What all processes have written to a folder; nothing in it ever changes."""
+    """The tensors that all processes have written to a folder; a stored tensor never changes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.used_bytes = folder, 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise EditError(f"the cache cannot be kept in {folder}: {error.strerror}") from error
+            raise EditError(f"cannot create the cache folder {folder}: {error.strerror}") from error
         self._entries: dict[str, _Entry] = {}
         self._read: dict[Path, int] = {}  # bytes of each index that were read
         self._maps: dict[Path, mmap.mmap] = {}
@@ -56,7 +56,7 @@ class TensorLog:
         return name in self._entries
 
     def refresh(self) -> None:
-        """Learn what others have written since the last time."""
+        """Read the index lines that other processes have written since the last call."""
         for index in sorted(self.folder.glob("*.jsonl")):
             begin = self._read.get(index, 0)
             if index.stem == self._name or index.stat().st_size == begin:
@@ -64,13 +64,13 @@ class TensorLog:
             with index.open("rb") as file:
                 file.seek(begin)
                 text = file.read()
-            whole = text[: text.rfind(b"\n") + 1]  # somebody may be writing the rest
-            self._read[index] = begin + len(whole)
-            for line in whole.splitlines():
-                self._learn(index.with_suffix(".bin"), line)
+            complete = text[: text.rfind(b"\n") + 1]  # another process may be writing the rest
+            self._read[index] = begin + len(complete)
+            for line in complete.splitlines():
+                self._index_line(index.with_suffix(".bin"), line)
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
-        """Keep these for everybody; what is there already stays as it is."""
+        """Store these for all processes; a name that exists keeps its tensor."""
         try:
             if self._data is None or self._index is None:
                 self._data = (self.folder / f"{self._name}.bin").open("ab")
@@ -80,36 +80,36 @@ class TensorLog:
             self._data.flush()
             for line in lines:
                 self._index.write(line + b"\n")
-                self._learn(self.folder / f"{self._name}.bin", line)
+                self._index_line(self.folder / f"{self._name}.bin", line)
             self._index.flush()
         except OSError as error:
-            raise EditError(f"the cache in {self.folder} cannot be written: {error.strerror}") from error
+            raise EditError(f"cannot write to the cache {self.folder}: {error.strerror}") from error
 
     def get(self, name: str) -> Tensor:
-        """What was put under this name; it must be here."""
+        """The tensor of this name, which must exist."""
         entry = self._entries[name]
-        held = self._maps.get(entry.file)
-        if held is None or len(held) < entry.offset + entry.size:
+        mapped = self._maps.get(entry.file)
+        if mapped is None or len(mapped) < entry.offset + entry.size:
             with entry.file.open("rb") as file:
-                held = self._maps[entry.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        content = bytearray(held[entry.offset : entry.offset + entry.size])
+                mapped = self._maps[entry.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        content = bytearray(mapped[entry.offset : entry.offset + entry.size])
         if zlib.crc32(content) != entry.checksum:
-            raise EditError(f"the cache file {entry.file} is damaged: delete {self.folder}, it is made anew")
+            raise EditError(f"the cache file {entry.file} is damaged: delete {self.folder}, a run recreates it")
         dtype = getattr(torch, entry.dtype)
         if not content:
             return torch.empty(entry.shape, dtype=dtype)
         return torch.frombuffer(content, dtype=dtype).reshape(entry.shape)
 
-    def _learn(self, file: Path, line: bytes) -> None:
-        found = json.loads(line)
-        name = found.pop("name")
+    def _index_line(self, file: Path, line: bytes) -> None:
+        fields = json.loads(line)
+        name = fields.pop("name")
         if name not in self._entries:
-            self._entries[name] = _Entry(file, **{**found, "shape": tuple(found["shape"])})
-            self.used_bytes += found["size"]
+            self._entries[name] = _Entry(file, **{**fields, "shape": tuple(fields["shape"])})
+            self.used_bytes += fields["size"]
 
 
 def _append(data: BinaryIO, name: str, tensor: Tensor) -> bytes:
-    """Write its bytes; the value is its line of the index."""
+    """Write a tensor's bytes; returns its line of the index."""
     content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     offset = data.tell()
     data.write(content)

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from malmen.config import load_config
 from malmen.data.splits import validation_records
-from malmen.data.world import NUM_HELD_OUT, NUM_SUBJECTS, RELATIONS
+from malmen.data.world import NUM_HELD_OUT, NUM_SUBJECTS, relations
 from malmen.evaluate import Evaluation, FactReport
 from malmen.lm.model import load_lm
 from malmen.platform.cli.output import (
@@ -39,7 +39,7 @@ def run_quickstart(config_path: Path, overrides: list[str], folder: Path, *, as_
     config = load_config(config_path, overrides)
     _clear(folder)
     err.print(
-        f"The built-in world has {NUM_SUBJECTS} people with {len(RELATIONS)} facts each. A hyper-network learns to "
+        f"The built-in world has {NUM_SUBJECTS} people with {len(relations())} facts each. A hyper-network learns to "
         f"edit on the facts of {NUM_SUBJECTS - NUM_HELD_OUT} of them; the other {NUM_HELD_OUT} are kept to test it.",
         highlight=False,
     )

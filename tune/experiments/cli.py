@@ -1,10 +1,11 @@
-"""`malmen experiment`: the paper's comparisons, each one command, and all of them as a report."""
+"""`malmen experiment`: the paper's comparisons, one command each, and a report of all of them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,7 @@ import typer
 
 from malmen.errors import EditError, UsageError
 from malmen.platform.cli.options import AsJson
-from malmen.tune.experiments.settings import KINDS, PREFIX, ExperimentConfig, load_experiment
+from malmen.tune.experiments.settings import KEY_PREFIX, KINDS, ExperimentConfig, load_experiment
 
 if TYPE_CHECKING:
     from malmen.tune.experiments.runner import ExperimentListener
@@ -27,28 +28,26 @@ Overrides = Annotated[
     typer.Argument(help="settings of the editor's config as key=value, of the experiment as experiment.key=value"),
 ]
 Preset = Annotated[str, typer.Option(help="a YAML file, or a shipped one: world, fast, beyond, default")]
-Out = Annotated[Path, typer.Option(help="the folder; the same command again goes on there")]
+Out = Annotated[Path, typer.Option(help="the folder; the same command again resumes there")]
 Address = Annotated[
     str | None, typer.Option(help="of a Ray cluster (HOST:PORT or `auto`); default: RAY_ADDRESS, else a local one")
 ]
 _HELP = {
     "scaling": "ES, GS and LS over the number of edits, for all methods (Figs. 5-8).",
-    "ablation": "MALMEN with one thing changed: sum, no regularisation, the other FC, the other tokens (Tables 1, 2).",
+    "ablation": "MALMEN with one change: sum, no regularisation, the other FC, the other tokens (Tables 1, 2).",
     "cancellation": "The mean residual over the number of edits, least squares beside a sum (Fig. 9).",
-    "rounds": "Editing in rounds: one set of all facts, or the edited model again and again.",
+    "rounds": "Editing in rounds: one set of all facts, or the edited model edited again.",
     "memory": "Peak memory over the number of edits, one graph beside the decomposed step (Fig. 10).",
-    "recipes": "MALMEN with other settings, those of experiment.recipes, beside MALMEN as it is.",
+    "recipes": "MALMEN with the settings of experiment.recipes, beside MALMEN as it is.",
     "failures": "Rows where the edit, the rephrasing or an unrelated answer went wrong, with the texts.",
 }
 
 
-def _run(
-    kinds: tuple[str, ...], preset: str, overrides: list[str] | None, out: Path, address: str | None
-) -> list[Path]:
-    settings = load_experiment(preset, overrides or [])
+def _run(kinds: tuple[str, ...], preset: str, overrides: list[str], out: Path, address: str | None) -> list[Path]:
+    settings = load_experiment(preset, overrides)
     if "recipes" in kinds and not settings.recipes:
         if len(kinds) == 1:
-            raise UsageError("no recipes to compare: name a preset that has some, or set experiment.recipes")
+            raise UsageError("no recipes to compare: name a preset that has recipes, or set experiment.recipes")
         kinds = tuple(kind for kind in kinds if kind != "recipes")
     from malmen.tune.experiments.runner import run_experiments
 
@@ -72,7 +71,7 @@ def _progress() -> Iterator[ExperimentListener]:
         )
 
 
-def _add(kind: str) -> None:
+def _add(name: str, help: str, run: Callable[[str, list[str], Path, str | None], dict[str, Any]]) -> None:
     def command(
         overrides: Overrides = None,
         preset: Preset = "world",
@@ -80,37 +79,18 @@ def _add(kind: str) -> None:
         address: Address = None,
         as_json: AsJson = False,
     ) -> None:
-        (path,) = _run((kind,), preset, overrides, out, address)
-        picture = path.with_suffix(".png")
-        _show({"results": str(path), **({"picture": str(picture)} if picture.exists() else {})}, as_json)
+        _show(run(preset, overrides or [], out, address), as_json)
 
-    command.__doc__ = _HELP[kind]
-    app.command(kind)(command)
+    app.command(name, help=help)(command)
 
 
-for _kind in KINDS:
-    _add(_kind)
+def _run_kind(kind: str, preset: str, overrides: list[str], out: Path, address: str | None) -> dict[str, Any]:
+    (path,) = _run((kind,), preset, overrides, out, address)
+    picture = path.with_suffix(".png")
+    return {"results": str(path), **({"picture": str(picture)} if picture.exists() else {})}
 
 
-@app.command("settings")
-def settings(as_json: AsJson = False) -> None:
-    """List every setting of an experiment with its default; any can be given as experiment.key=value."""
-    from malmen.config import describe_settings
-    from malmen.platform.cli.output import show_settings
-
-    rows = describe_settings(ExperimentConfig)
-    show_settings([{**row, "key": f"{PREFIX}{row['key']}"} for row in rows], as_json)
-
-
-@app.command("report")
-def report(
-    overrides: Overrides = None,
-    preset: Preset = "world",
-    out: Out = Path("runs/experiment"),
-    address: Address = None,
-    as_json: AsJson = False,
-) -> None:
-    """All experiments, and one page that shows them."""
+def _run_all(preset: str, overrides: list[str], out: Path, address: str | None) -> dict[str, Any]:
     import json
 
     from malmen.tune.experiments.findings import findings
@@ -122,21 +102,38 @@ def report(
     except EditError as error:
         if isinstance(error, UsageError) or not (out / "results").is_dir():
             raise
-        page = write_report(out.absolute())  # of what there is
-        raise EditError(f"{error}; what there is stands in {page}") from error
+        page = write_report(out.absolute())
+        raise EditError(f"{error}; the report of what was measured is {page}") from error
     page = write_report(out.absolute())
-    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in written}
-    told = [{"expected": text, "holds": held} for text, held in findings(found)]
-    _show({"report": str(page), "seconds": round(time.perf_counter() - began, 1), "findings": told}, as_json)
+    results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in written}
+    checks = [{"expected": text, "holds": held} for text, held in findings(results)]
+    return {"report": str(page), "seconds": round(time.perf_counter() - began, 1), "findings": checks}
 
 
-def _show(found: dict[str, Any], as_json: bool) -> None:
+def _show(summary: dict[str, Any], as_json: bool) -> None:
     from malmen.platform.cli.output import out, print_json
 
     if as_json:
-        print_json(found)
+        print_json(summary)
         return
-    for row in found.pop("findings", []):
+    for row in summary.pop("findings", []):
         out.print(("holds: " if row["holds"] else "DOES NOT HOLD: ") + row["expected"], highlight=False)
-    for name, value in found.items():
+    for name, value in summary.items():
         out.print(f"{name}: {value}", highlight=False, soft_wrap=True)
+
+
+for _kind in KINDS:
+    _add(_kind, _HELP[_kind], partial(_run_kind, _kind))
+
+
+@app.command("settings")
+def settings(as_json: AsJson = False) -> None:
+    """List every setting of an experiment with its default; any can be given as experiment.key=value."""
+    from malmen.config import describe_settings
+    from malmen.platform.cli.output import show_settings
+
+    rows = describe_settings(ExperimentConfig)
+    show_settings([{**row, "key": f"{KEY_PREFIX}{row['key']}"} for row in rows], as_json)
+
+
+_add("report", "Run all experiments and write one page that shows them.", _run_all)

@@ -1,4 +1,4 @@
-"""Pictures of experiments, drawn from their JSON alone; PNG and SVG."""
+"""Pictures of experiments, drawn from their results alone; PNG and SVG."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _LIKE = {"squares_answer": "malmen", "sum_answer": "mend"}  # variants of `cance
 _OTHER = Method("", "", "C5", "o")  # results of a method that this version does not have
 
 
-def draw(found: dict[str, Any], folder: Path) -> list[Path]:
-    """The picture of an experiment, if it has one."""
-    maker = _MAKERS.get(found["experiment"])
-    if maker is None or not found["rows"]:
+def draw(result: dict[str, Any], folder: Path) -> list[Path]:
+    """Write the picture of an experiment, if it has one; the paths."""
+    maker = _MAKERS.get(result["experiment"])
+    if maker is None or not result["rows"]:
         return []
-    figure = maker(found)
-    made = [folder / f"{found['experiment']}.{kind}" for kind in ("png", "svg")]
-    for path in made:
+    figure = maker(result)
+    paths = [folder / f"{result['experiment']}.{kind}" for kind in ("png", "svg")]
+    for path in paths:
         figure.savefig(path, dpi=120)
-    return made
+    return paths
 
 
 def _figure(columns: int, width: float = 3.6, height: float = 3.4) -> tuple[Figure, Sequence[Axes]]:
@@ -38,24 +38,24 @@ def _figure(columns: int, width: float = 3.6, height: float = 3.4) -> tuple[Figu
     return figure, figure.subplots(1, columns, squeeze=False)[0]
 
 
-def _title(figure: Figure, found: dict[str, Any], text: str) -> None:
-    seeds = ", ".join(map(str, found["seeds"]))
-    what = "mean ± standard deviation over seeds" if len(found["seeds"]) > 1 else "seed"
+def _title(figure: Figure, result: dict[str, Any], text: str) -> None:
+    seeds = ", ".join(map(str, result["seeds"]))
+    what = "mean ± standard deviation over seeds" if len(result["seeds"]) > 1 else "seed"
     between = "\n" if len(figure.axes) == 1 else " · "  # one panel is narrow
-    figure.suptitle(f"{text} · {found['model']}{between}{what} {seeds}", fontsize=9)
+    figure.suptitle(f"{text} · {result['model']}{between}{what} {seeds}", fontsize=9)
 
 
 def _band(
-    axes: Axes, rows: Sequence[dict[str, Any]], name: str, scale: float, label: str, colour: str, mark: str = "o"
+    axes: Axes, rows: Sequence[dict[str, Any]], name: str, scale: float, label: str, colour: str, marker: str = "o"
 ) -> None:
     """A line over the number of edits, with the deviation as a band."""
-    some = [row for row in rows if row.get(name) is not None]
-    edits = [row["edits"] for row in some]
-    means = [scale * row[name]["mean"] for row in some]
-    wide = [scale * row[name]["deviation"] for row in some]
-    axes.plot(edits, means, marker=mark, markersize=4, label=label, color=colour)
-    low = [mean - one for mean, one in zip(means, wide, strict=True)]
-    high = [mean + one for mean, one in zip(means, wide, strict=True)]
+    measured = [row for row in rows if row.get(name) is not None]
+    edits = [row["edits"] for row in measured]
+    means = [scale * row[name]["mean"] for row in measured]
+    deviations = [scale * row[name]["deviation"] for row in measured]
+    axes.plot(edits, means, marker=marker, markersize=4, label=label, color=colour)
+    low = [mean - deviation for mean, deviation in zip(means, deviations, strict=True)]
+    high = [mean + deviation for mean, deviation in zip(means, deviations, strict=True)]
     axes.fill_between(edits, low, high, alpha=0.18, linewidth=0, color=colour)
 
 
@@ -67,33 +67,33 @@ def _over_edits(axes: Axes, edits: Sequence[int]) -> None:
     axes.grid(alpha=0.3)
 
 
-def _scaling(found: dict[str, Any]) -> Figure:
+def _scaling(result: dict[str, Any]) -> Figure:
     figure, panels = _figure(len(PANELS))
-    names = list(dict.fromkeys(row["variant"] for row in found["rows"]))
+    names = list(dict.fromkeys(row["variant"] for row in result["rows"]))
     for axes, (name, title) in zip(panels, PANELS.items(), strict=True):
         for variant in names:
-            rows = [row for row in found["rows"] if row["variant"] == variant]
+            rows = [row for row in result["rows"] if row["variant"] == variant]
             method = METHODS.get(variant, _OTHER)
             _band(axes, rows, name, 100, rows[0]["label"], method.colour, method.marker)
-        befores = [row[f"{name}_before"]["mean"] for row in found["rows"] if row[f"{name}_before"]]
+        befores = [row[f"{name}_before"]["mean"] for row in result["rows"] if row[f"{name}_before"]]
         if befores:
             axes.axhline(100 * sum(befores) / len(befores), color="grey", linestyle=":", label="unedited")
-        _over_edits(axes, [row["edits"] for row in found["rows"]])
+        _over_edits(axes, [row["edits"] for row in result["rows"]])
         axes.set_ylim(0, 103)
         axes.set_ylabel(f"{title}, right tokens (%)")
     panels[0].legend(fontsize=7)
-    _title(figure, found, "Right answers over the number of edits")
+    _title(figure, result, "Right answers over the number of edits")
     return figure
 
 
-def _bars(found: dict[str, Any], labels: Sequence[str], title: str) -> Figure:
+def _bars(result: dict[str, Any], labels: Sequence[str], title: str) -> Figure:
     labels = [
-        f"{label} ({row['seeds']} of {len(found['seeds'])} seeds)" if row["seeds"] and row["errors"] else label
-        for label, row in zip(labels, found["rows"], strict=True)
+        f"{label} ({row['seeds']} of {len(result['seeds'])} seeds)" if row["seeds"] and row["errors"] else label
+        for label, row in zip(labels, result["rows"], strict=True)
     ]
     figure, panels = _figure(len(PANELS), height=1.2 + 0.34 * len(labels))
     for axes, (name, text) in zip(panels, PANELS.items(), strict=True):
-        for place, row in enumerate(found["rows"]):
+        for place, row in enumerate(result["rows"]):
             if row[name] is None:
                 axes.text(1, place, "failed", va="center", fontsize=8, color="C3")
                 continue
@@ -105,58 +105,58 @@ def _bars(found: dict[str, Any], labels: Sequence[str], title: str) -> Figure:
         axes.set_xlim(0, 103)
         axes.set_xlabel(f"{text}, right tokens (%)")
         axes.grid(alpha=0.3, axis="x")
-    _title(figure, found, title)
+    _title(figure, result, title)
     return figure
 
 
-def _ablation(found: dict[str, Any]) -> Figure:
-    return _bars(found, [row["label"] for row in found["rows"]], f"Ablation, {found['rows'][0]['edits']} edits")
+def _ablation(result: dict[str, Any]) -> Figure:
+    return _bars(result, [row["label"] for row in result["rows"]], f"Ablation, {result['rows'][0]['edits']} edits")
 
 
-def _rounds(found: dict[str, Any]) -> Figure:
+def _rounds(result: dict[str, Any]) -> Figure:
     labels = [
         f"{row['label']}, " + ("at once" if row["rounds"] == 1 else f"{row['rounds']} rounds, {row['way']}")
-        for row in found["rows"]
+        for row in result["rows"]
     ]
-    return _bars(found, labels, f"Sequential editing, {found['rows'][0]['edits']} edits in all")
+    return _bars(result, labels, f"Sequential editing, {result['rows'][0]['edits']} edits in all")
 
 
-def _cancellation(found: dict[str, Any]) -> Figure:
+def _cancellation(result: dict[str, Any]) -> Figure:
     figure, (axes,) = _figure(1, width=4.6)
-    for variant in dict.fromkeys(row["variant"] for row in found["rows"]):
-        rows = [row for row in found["rows"] if row["variant"] == variant]
+    for variant in dict.fromkeys(row["variant"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["variant"] == variant]
         method = METHODS.get(_LIKE.get(variant, variant), _OTHER)
         _band(axes, rows, "mean_residual", 1, rows[0]["label"], method.colour)
     axes.set_yscale("log")
-    _over_edits(axes, [row["edits"] for row in found["rows"]])
+    _over_edits(axes, [row["edits"] for row in result["rows"]])
     axes.set_ylabel("mean residual MR (no unit)")
     axes.legend(fontsize=8)
-    _title(figure, found, "Cancellation")
+    _title(figure, result, "Cancellation")
     return figure
 
 
-def _memory(found: dict[str, Any]) -> Figure:
+def _memory(result: dict[str, Any]) -> Figure:
     figure, (axes,) = _figure(1, width=4.6)
     for place, (way, label) in enumerate(WAYS.items()):
-        rows = [row for row in found["rows"] if row["way"] == way]
+        rows = [row for row in result["rows"] if row["way"] == way]
         _band(axes, rows, "peak_mb", 1, label, f"C{place}", "os"[place])
         for row in rows:
             if "ran_out" in row:
                 axes.plot(row["edits"], 1024 * row["ran_out"], "x", color=f"C{place}")
                 axes.annotate(f"more than {row['ran_out']:g} GB", (row["edits"], 1024 * row["ran_out"]), fontsize=7)
-    _over_edits(axes, [row["edits"] for row in found["rows"]])
+    _over_edits(axes, [row["edits"] for row in result["rows"]])
     axes.set_ylim(bottom=0)
     axes.set_ylabel("peak memory of the process (MB)")
     axes.legend(fontsize=8)
-    _title(figure, found, "One meta-training step, one process each")
+    _title(figure, result, "One meta-training step, one process each")
     return figure
 
 
-def _recipes(found: dict[str, Any]) -> Figure:
+def _recipes(result: dict[str, Any]) -> Figure:
     """The largest number of edits, where they differ most; the others are in the table."""
-    most = max(row["edits"] for row in found["rows"])
-    rows = [row for row in found["rows"] if row["edits"] == most]
-    return _bars({**found, "rows": rows}, [row["label"] for row in rows], f"Other settings, {most} edits")
+    most = max(row["edits"] for row in result["rows"])
+    rows = [row for row in result["rows"] if row["edits"] == most]
+    return _bars({**result, "rows": rows}, [row["label"] for row in rows], f"Other settings, {most} edits")
 
 
 _MAKERS: dict[str, Callable[[dict[str, Any]], Figure]] = {

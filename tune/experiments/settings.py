@@ -1,4 +1,4 @@
-"""What an experiment is made of: methods, numbers of edits, seeds; presets by name."""
+"""The settings of experiments: methods, numbers of edits, seeds; presets by name."""
 
 from __future__ import annotations
 
@@ -8,14 +8,26 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, ValidationError, field_validator
 
-from malmen.config import Section, describe_settings, explain, read_override, read_yaml, set_key
-from malmen.errors import UsageError
+from malmen.config import (
+    Config,
+    Section,
+    absolute_paths,
+    describe_settings,
+    load_config,
+    parse_config,
+    read_override,
+    read_yaml,
+    set_key,
+    shipped_file,
+    usage_error,
+)
 from malmen.methods.registry import METHODS
+from malmen.platform.cli.options import resolve_config
 
 PRESETS = Path(__file__).parent / "presets"
 KINDS = ("scaling", "ablation", "cancellation", "rounds", "memory", "failures", "recipes")
 CANCELLING = {"squares_answer": "least_squares", "sum_answer": "sum"}  # ways of merging that `cancellation` compares
-PREFIX = "experiment."
+KEY_PREFIX = "experiment."  # of overrides that are not the config's
 Ablation = Literal["sum", "no_regularisation", "other_ffn", "other_tokens"]
 
 
@@ -37,7 +49,7 @@ class ExperimentConfig(Section):
     rounds: int = Field(default=8, gt=1, description="rounds of sequential editing, together ablation_edits edits")
     memory_edits: list[int] = Field(default=[32, 64, 128, 256, 512], description="edits of a step whose peak is taken")
     memory_gb: float = Field(default=4.0, gt=0, description="a step that needs more counts as having run out")
-    failures: int = Field(default=10, gt=0, description="rows shown of each kind of failure")
+    failures: int = Field(default=10, gt=0, description="rows of each kind of failure in the report")
     cpus: float = Field(default=1, gt=0, description="of Ray, for each method and seed")
     gpus: float | None = Field(default=None, ge=0, description="the same; default: 1 where the cluster has any")
     generate: bool = Field(default=True, description="also compare freely generated answers")
@@ -46,7 +58,7 @@ class ExperimentConfig(Section):
     @classmethod
     def _known(cls, methods: list[str]) -> list[str]:
         if unknown := set(methods) - set(METHODS):
-            raise ValueError(f"there is no method {', '.join(sorted(unknown))}; the methods are {', '.join(METHODS)}")
+            raise ValueError(f"no method {', '.join(sorted(unknown))}; the methods are {', '.join(METHODS)}")
         return methods
 
     @field_validator("recipes")
@@ -55,8 +67,8 @@ class ExperimentConfig(Section):
         taken = {*METHODS, *get_args(Ablation), *CANCELLING}
         if wrong := [name for name in recipes if not re.fullmatch("[a-z0-9_]+", name) or name in taken]:
             raise ValueError(
-                f"{', '.join(map(repr, wrong))} cannot be the name of a recipe: expected small letters, digits and _, "
-                f"and none of {', '.join(sorted(taken))}"
+                f"{', '.join(map(repr, wrong))} cannot be the name of a recipe: expected lower-case letters, digits "
+                f"and _, and none of {', '.join(sorted(taken))}"
             )
         for name, settings in recipes.items():
             if nested := [key for key, value in settings.items() if isinstance(value, dict)]:
@@ -66,19 +78,25 @@ class ExperimentConfig(Section):
 
 def load_experiment(preset: str, overrides: list[str]) -> ExperimentConfig:
     """A preset; `experiment.key=value` changes it, any other `key=value` changes the config that it names."""
-    path = Path(preset) if Path(preset).is_file() else PRESETS / f"{preset}.yaml"
-    if not path.is_file():
-        known = ", ".join(sorted(found.stem for found in PRESETS.glob("*.yaml")))
-        raise UsageError(f"no preset {preset!r}: neither a file nor one of those shipped ({known})")
+    path = shipped_file(PRESETS, preset, "preset")
     raw = read_yaml(path, "preset")
     for key, value in map(read_override, overrides):
-        if key.startswith(PREFIX):
-            set_key(raw, key.removeprefix(PREFIX), value)
+        if key.startswith(KEY_PREFIX):
+            set_key(raw, key.removeprefix(KEY_PREFIX), value)
         else:
             raw.setdefault("settings", {})[key] = value
     try:
         return ExperimentConfig.model_validate(raw)
     except ValidationError as error:
-        known_keys = [row["key"] for row in describe_settings(ExperimentConfig)]
-        lines = [explain(problem, known_keys) for problem in error.errors()]
-        raise UsageError(f"{path}: " + "; ".join(lines)) from error
+        raise usage_error(str(path), error, [row["key"] for row in describe_settings(ExperimentConfig)]) from error
+
+
+def base_config(settings: ExperimentConfig) -> Config:
+    """The config that all variants start from, with absolute paths, because tasks run elsewhere."""
+    config = load_config(resolve_config(settings.config), (), settings.settings)
+    raw = absolute_paths(config).model_dump(mode="json")
+    for name, method in METHODS.items():
+        for key in method.paths:
+            value = raw["baselines"][name][key]
+            raw["baselines"][name][key] = value and str(Path(value).absolute())
+    return parse_config(raw, settings.config)

@@ -1,10 +1,9 @@
-"""What experiments compare: the methods, and MALMEN with one setting changed."""
+"""What experiments compare: the methods, MALMEN with one setting changed, and the rows of each table."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +28,7 @@ class Variant:
 
     @property
     def trained(self) -> bool:
-        """Whether it needs a meta-trained editor: all do but the rivals that are made as they are."""
+        """Whether it needs a meta-trained editor; only the untrained methods of the registry do not."""
         return self.name not in METHODS or METHODS[self.name].trained
 
     def seeded(self, seed: int) -> Config:
@@ -57,11 +56,6 @@ class Variant:
 def method_variant(name: str, config: Config) -> Variant:
     """A method of the registry."""
     return Variant(name, METHODS[name].training_config(config))
-
-
-def round_methods(settings: ExperimentConfig) -> list[str]:
-    """The methods that `rounds` compares: MALMEN, and those of the experiment that can edit in rounds."""
-    return [name for name, method in METHODS.items() if method.rounds and name in ("malmen", *settings.methods)]
 
 
 def ablation(name: Ablation, config: Config) -> Variant:
@@ -93,17 +87,34 @@ def recipe(name: str, settings: ExperimentConfig, config: Config) -> Variant:
     return Variant(name, parse_config(raw, f"the recipe {name!r}"), config.data)  # all are measured on the same
 
 
-def all_variants(settings: ExperimentConfig, config: Config, kinds: set[str]) -> Iterator[Variant]:
-    """The variants that these experiments need, each once."""
-    names = list(settings.methods) if kinds & {"scaling", "failures"} else []
-    wanted = ["malmen"] if kinds & {"ablation", "rounds", "recipes"} else []
-    if "rounds" in kinds:
-        wanted += [name for name in round_methods(settings) if name != "malmen"]
-    names += [name for name in dict.fromkeys(wanted) if name not in names]
-    yield from (method_variant(name, config) for name in names)
-    if "cancellation" in kinds:
-        yield from cancelling(config)
-    if "ablation" in kinds:
-        yield from (ablation(name, config) for name in settings.ablations)
-    if "recipes" in kinds:
-        yield from (recipe(name, settings, config) for name in settings.recipes)
+@dataclass(frozen=True)
+class Row:
+    """A row of an experiment's table: a variant makes so many edits, at once or in rounds. Each seed has a cell."""
+
+    variant: Variant
+    edits: int
+    rounds: int = 1
+    way: str = "at once"
+
+
+def rows_of(kind: str, settings: ExperimentConfig, config: Config) -> list[Row]:
+    """The rows of an experiment, in the order of its table; none for `memory`, which evaluates no edit."""
+    malmen, number = method_variant("malmen", config), settings.ablation_edits
+    if kind in ("scaling", "failures"):
+        variants = [method_variant(name, config) for name in settings.methods]
+        return [Row(variant, edits) for variant in variants for edits in settings.edits]
+    if kind == "cancellation":
+        return [Row(variant, edits) for variant in cancelling(config) for edits in settings.edits]
+    if kind == "ablation":
+        return [Row(variant, number) for variant in (*(ablation(name, config) for name in settings.ablations), malmen)]
+    if kind == "recipes":
+        variants = [malmen, *(recipe(name, settings, config) for name in settings.recipes)]
+        return [Row(variant, edits) for edits in settings.edits for variant in variants]
+    rows = []
+    if kind == "rounds":
+        for name in METHODS:
+            if METHODS[name].rounds and name in ("malmen", *settings.methods):
+                variant = method_variant(name, config)
+                rows.append(Row(variant, number))
+                rows += [Row(variant, number, settings.rounds, way) for way in METHODS[name].rounds]
+    return rows

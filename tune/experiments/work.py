@@ -1,4 +1,4 @@
-"""The work of one variant and seed: train its editor if it has one, then cell by cell."""
+"""The work of one variant and seed: train its editor if it needs one, then measure cell by cell."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from malmen.runs.checkpoint import load_editor
 from malmen.runs.checkpoint_lookup import read_state
 from malmen.runs.files import atomic_file
 from malmen.training import check_enough, train
-from malmen.tune.experiments.cells import Cell, Cells
+from malmen.tune.experiments.cells import Cell, Cells, Group
+from malmen.tune.experiments.folder import check_base_model
 from malmen.tune.experiments.settings import ExperimentConfig
-from malmen.tune.experiments.variants import Variant
 
-ROLES = {"edit": "the edit", "equivalent": "the rephrasing", "unrelated": "an unrelated answer"}
+_FAILURES = {"edit": "the edit", "equivalent": "the rephrasing", "unrelated": "an unrelated answer"}  # by kind of fact
 
 
-def do_cells(variant: Variant, seed: int, cells: Sequence[Cell], settings: ExperimentConfig, folder: Path) -> None:
-    """Do what is not done yet; what fails is kept as an error, so that the others go on."""
+def do_cells(group: Group, settings: ExperimentConfig, folder: Path) -> None:
+    """Measure the cells that are not measured yet; a failure is stored as an error, and the others continue."""
     store = Cells(folder)
-    waiting = [cell for cell in cells if not store.done(cell)]
+    waiting = [cell for cell in group.cells if not store.done(cell)]
     if not waiting:
         return
-    config = variant.seeded(seed)
+    variant, config = group.variant, group.variant.seeded(group.seed)
     lm = load_lm(on_own_device(config.model))
     check_base_model(lm, folder)
     try:
-        method, trained = ready_method(variant, seed, lm, folder)
+        method, costs = ready_method(group, lm, folder)
     except EditError as error:  # e.g. an equation that has no solution without regularisation
         for cell in waiting:
             store.put(cell, {"error": str(error)})
@@ -56,44 +56,32 @@ def do_cells(variant: Variant, seed: int, cells: Sequence[Cell], settings: Exper
     config = config.model_copy(update={"data": variant.data or config.data})
     for cell in waiting:
         try:
-            store.put(cell, {**measure(cell, lm, method, records, config, settings), **trained})
+            store.put(cell, {**measure(cell, lm, method, records, config, settings), **costs})
         except EditError as error:
             store.put(cell, {"error": str(error)})
 
 
-def check_base_model(lm: LanguageModel, folder: Path) -> None:
-    """Numbers of two models are not mixed, even where both have stood under the same name."""
-    marks, found = folder / "base_model", lm.fingerprint()  # an empty file: several tasks may leave it at once
-    marks.mkdir(parents=True, exist_ok=True)
-    if others := sorted(mark.name for mark in marks.iterdir() if mark.name != found):
-        raise EditError(
-            f"{folder} holds measurements of base model {others[0]}; the model of that name is now {found}: choose "
-            "another --out"
-        )
-    (marks / found).touch()
-
-
-def ready_method(variant: Variant, seed: int, lm: LanguageModel, folder: Path) -> tuple[EditMethod, dict[str, Any]]:
-    """The method, trained where it needs to be, and what that took."""
-    config = variant.seeded(seed)
-    entry = METHODS.get(variant.name)
+def ready_method(group: Group, lm: LanguageModel, folder: Path) -> tuple[EditMethod, dict[str, Any]]:
+    """The method, trained if it needs to be, and the `training_seconds` that it took."""
+    config = group.variant.seeded(group.seed)
+    entry = METHODS.get(group.variant.name)
     if entry is not None and entry.make is not None:
         method = entry.make(lm, config)
         return method, {"training_seconds": method.prepare(lm)}
-    place = folder / "editors" / variant.run_name(seed)
-    taken = place.with_name(f"{place.name}.json")
-    if _is_trained(place, config):  # another variant comes to the same, or it was killed after the training
-        known = json.loads(taken.read_text(encoding="utf-8")) if taken.exists() else {"training_seconds": None}
-        return load_editor(place, lm), known
-    run = train(config, place, lm=lm)
-    found = {"training_seconds": sum(sum(row["seconds"].values()) for row in run.history if "seconds" in row)}
-    atomic_file(taken, json.dumps(found) + "\n")
-    return run.editor, found
+    run_folder = folder / "editors" / group.variant.run_name(group.seed)
+    file = run_folder.with_name(f"{run_folder.name}.json")
+    if _is_trained(run_folder, config):  # by a variant with the same editor, or before this one was killed
+        known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"training_seconds": None}
+        return load_editor(run_folder, lm), known
+    run = train(config, run_folder, lm=lm)
+    costs = {"training_seconds": sum(sum(row["seconds"].values()) for row in run.history if "seconds" in row)}
+    atomic_file(file, json.dumps(costs) + "\n")
+    return run.editor, costs
 
 
-def _is_trained(place: Path, config: Config) -> bool:
+def _is_trained(run_folder: Path, config: Config) -> bool:
     try:
-        return bool(read_state(place)["step"] >= config.training.steps)
+        return bool(read_state(run_folder)["step"] >= config.training.steps)
     except EditError:
         return False
 
@@ -102,20 +90,20 @@ def measure(
     cell: Cell, lm: LanguageModel, method: EditMethod, records: list[EditRecord], config: Config,
     settings: ExperimentConfig,
 ) -> dict[str, Any]:  # fmt: skip
-    """Edit held-out facts and look."""
-    some = check_enough(records, cell.edits)
-    facts = edits_of(some)
+    """Edit held-out facts and evaluate the edit; what the cell's file holds."""
+    records = check_enough(records, cell.edits)
+    facts = edits_of(records)
     began = time.perf_counter()
     if cell.rounds == 1:
-        found = method.edit(lm, facts)
-        shifts, residual = found.shifts, found.mean_residual()
+        edit = method.edit(lm, facts)
+        shifts, residual = edit.shifts, edit.mean_residual()
     else:
         shifts, residual = _in_rounds(cell, lm, method, facts), None
     seconds = time.perf_counter() - began
     if residual is None and cell.rounds == 1 and isinstance(method, Editor):
         batches = encode_batches(lm, facts, method.config)
         residual = sum_residual(method, trace(lm, method.layers, batches, config.editor.tokens))
-    evaluation = evaluate(lm, some, shifts, config, generate=settings.generate, residual=residual)
+    evaluation = evaluate(lm, records, shifts, config, generate=settings.generate, residual=residual)
     scores = evaluation.scores()
     return {
         "scores": scores,
@@ -126,14 +114,14 @@ def measure(
 
 
 def _in_rounds(cell: Cell, lm: LanguageModel, method: EditMethod, facts: Sequence[Fact]) -> dict[str, Tensor]:
-    """The facts in so many rounds: `union` keeps one set, `again` edits the edited model."""
+    """The shifts after editing part by part: `union` keeps one set of facts, `again` edits the edited model."""
     parts = [facts[first :: cell.rounds] for first in range(cell.rounds)]
     if cell.way == "union":
         assert isinstance(method, Editor)
-        encoder, held = fact_encoder(lm, method.config.data), EditSet(method)
+        encoder, edits = fact_encoder(lm, method.config.data), EditSet(method)
         for part in parts:
-            held = held.changed([fact_rows(lm, method, [encoder.encode(fact) for fact in part])])
-        return held.shifts()
+            edits = edits.changed([fact_rows(lm, method, [encoder.encode(fact) for fact in part])])
+        return edits.shifts()
     editor = method.for_rounds() if isinstance(method, UntrainedMethod) else method
     shifts: dict[str, Tensor] = {}
     for part in parts:
@@ -144,19 +132,19 @@ def _in_rounds(cell: Cell, lm: LanguageModel, method: EditMethod, facts: Sequenc
 
 
 def failures_of(evaluation: Evaluation, number: int) -> list[dict[str, Any]]:
-    """The first rows of each kind that went wrong: the answer was not given, or one that was right was lost."""
+    """The first failures of each kind: an answer that was not given, or a right one that was lost."""
     rows = []
-    for role, what in ROLES.items():
-        wrong = [fact for fact in evaluation.facts if fact.role == role and not fact.right_after]
-        if role == "unrelated":
+    for kind, what in _FAILURES.items():
+        wrong = [fact for fact in evaluation.facts if fact.role == kind and not fact.right_after]
+        if kind == "unrelated":
             wrong = [fact for fact in wrong if fact.right_before]
         for fact in wrong[:number]:
-            rows.append({"what": what, "prompt": fact.prompt, "answer": fact.answer, **_said(fact)})
+            rows.append({"what": what, "prompt": fact.prompt, "answer": fact.answer, **_answers(fact)})
     return rows
 
 
-def _said(fact: FactReport) -> dict[str, Any]:
-    """Before and after: as generated, else the most probable token at each place of the answer."""
+def _answers(fact: FactReport) -> dict[str, Any]:
+    """Before and after the edit: the generated texts, else the most probable token at each place of the answer."""
     if fact.before is not None and fact.after is not None:
         return {"before": fact.before, "after": fact.after}
     return {"before": fact.forced_before, "after": fact.forced_after, "forced": True}

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from malmen.data.check import Problem, Report, check_file
+from malmen.data.check import Report, check_file
+from malmen.data.rows import Problem
 from malmen.errors import EditError
 
 SHARED_DATA = Path(__file__).parents[3].parent / "shared" / "data"
@@ -157,8 +158,8 @@ def test_the_name_of_a_format_that_does_not_exist_is_the_callers_error(check):
         ({"answer": None}, "answer", "the field is missing or null; given are `prompt`, `equivalents`, `unrelated`"),
         ({"answer": ["a"]}, "answer", "is a list of 1, expected a string"),
         ({"answer": True}, "answer", "is true, expected a string"),
-        ({"answer": ""}, "answer", "is empty, expected some text"),
-        ({"prompt": " \t"}, "prompt", "is blank, expected some text"),
+        ({"answer": ""}, "answer", "is empty, expected text"),
+        ({"prompt": " \t"}, "prompt", "is blank, expected text"),
         ({"prompt": "a\ud800"}, "prompt", 'is "a\\ud800", which is not Unicode text'),
         ({"id": {}}, "id", "is an empty object, expected a string"),
         ({"unrelated": "x"}, "unrelated", 'is the string "x", expected a list'),
@@ -173,7 +174,7 @@ def test_the_name_of_a_format_that_does_not_exist_is_the_callers_error(check):
             "equivalents[0].prompt",
             "the field is missing or null; given are `answer`",
         ),
-        ({"unrelated": [{"prompt": "x", "answer": ""}]}, "unrelated[0].answer", "is empty, expected some text"),
+        ({"unrelated": [{"prompt": "x", "answer": ""}]}, "unrelated[0].answer", "is empty, expected text"),
     ],
 )
 def test_a_faulty_field_is_named_with_what_was_given_and_expected(check, change, field, message):

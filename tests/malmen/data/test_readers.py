@@ -11,7 +11,8 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from malmen.data.check import check_file
-from malmen.data.readers import FORMATS, read_dataset, read_records, records_from_dataset, write_records
+from malmen.data.formats import FORMATS
+from malmen.data.readers import read_dataset, read_records, records_from_dataset, write_records
 from malmen.data.records import EditRecord, Fact
 from malmen.data.world import world_records
 from malmen.errors import EditError
@@ -304,7 +305,7 @@ def test_a_subject_is_read_and_must_stand_in_the_prompt_of_our_own_rows(tmp_path
     file.write_text(json.dumps({"prompt": "Where was Ada born?", "answer": "Paris", "subject": "Ada"}))
     assert read_records(file)[0].edit.subject == "Ada"
     file.write_text(json.dumps({"prompt": "Where was Ada born?", "answer": "Paris", "subject": "Alan"}))
-    with pytest.raises(EditError, match='"Alan" does not stand in the prompt'):
+    with pytest.raises(EditError, match='"Alan" is not in the prompt'):
         read_records(file)
 
 

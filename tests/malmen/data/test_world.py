@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from malmen.config import Config
-from malmen.data.world import NUM_HELD_OUT, RELATIONS, make_world, world_records
+from malmen.data.world import NUM_HELD_OUT, make_world, relations, world_records
 from malmen.data.world_model import WORLD_MODEL, build_world_model, check_world_model
 from malmen.errors import EditError
 from malmen.evaluate import predict_tokens
@@ -53,7 +53,7 @@ def test_records_are_determined_by_their_seed() -> None:
 
 
 def test_answers_and_phrasings_are_distinct() -> None:
-    for relation in RELATIONS:
+    for relation in relations():
         assert len(set(relation.answers)) == len(relation.answers)
         assert len(set(relation.phrasings)) == 4
 

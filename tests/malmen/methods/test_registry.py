@@ -18,12 +18,10 @@ from malmen.lm.layers import LayerSpec, find_layers
 from malmen.lm.model import LanguageModel
 from malmen.methods.registry import METHODS, Method
 from malmen.platform.cli.method_options import check_method, load_method
-from malmen.tune.experiments.cells import Cells, cells_of
+from malmen.tune.experiments.cells import Cells, groups_of
 from malmen.tune.experiments.findings import findings
 from malmen.tune.experiments.results import write_results
-from malmen.tune.experiments.runner import base_config
-from malmen.tune.experiments.settings import load_experiment
-from malmen.tune.experiments.variants import all_variants
+from malmen.tune.experiments.settings import base_config, load_experiment
 from malmen.tune.experiments.work import do_cells
 
 
@@ -55,14 +53,13 @@ def test_a_new_entry_is_measured_by_the_experiments_and_drawn(nothing: str, tmp_
         "experiment.ablation_edits=4", "experiment.rounds=2", "experiment.generate=false",
     ])  # fmt: skip
     config, kinds = base_config(chosen), {"scaling", "rounds"}
-    (variant,) = [variant for variant in all_variants(chosen, config, kinds) if variant.name == nothing]
-    assert variant.label() == "No edit" and not variant.trained
-    cells = list(cells_of(variant, 0, chosen, kinds))
-    assert [(cell.edits, cell.rounds, cell.way) for cell in cells] == [
+    (group,) = [group for group in groups_of(chosen, config, kinds) if group.variant.name == nothing]
+    assert str(group) == "No edit, seed 0" and not group.variant.trained
+    assert [(cell.edits, cell.rounds, cell.way) for cell in group.cells] == [
         (2, 1, "at once"), (4, 1, "at once"), (4, 2, "again"),
     ]  # fmt: skip
-    do_cells(variant, 0, cells, chosen, tmp_path)
-    for cell in cells:
+    do_cells(group, chosen, tmp_path)
+    for cell in group.cells:
         measured = Cells(tmp_path).get(cell)
         assert measured is not None and measured["training_seconds"] == 7.0
         scores = measured["scores"]

@@ -82,7 +82,9 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(lm: LanguageModel, place:
     editor = make_editor(lm, make_config())
     kept = []
     for editor.steps_done, success in enumerate([0.5, 0.9, 0.8, None, 0.9, 0.7, 0.6], start=1):
-        save_checkpoint(place, editor, lm.fingerprint(), _measured(success) if success else None)
+        save_checkpoint(place, editor, lm.fingerprint())
+        if success:
+            add_scores(place, editor.steps_done, _measured(success))
         kept.append([int(name[-1]) for name in RunStore(place).checkpoints()])
     assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [4, 5], [5, 6], [5, 6, 7]]  # of equals, the newest
     assert best_checkpoint(place) == RunStore(place).join("checkpoint-0000005")

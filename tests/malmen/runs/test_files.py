@@ -207,7 +207,7 @@ def test_a_second_command_is_told_that_one_is_at_work_until_that_one_ends_or_is_
     ) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
         with (
-            pytest.raises(UsageError, match=r"another command is at work in .*run: wait for it"),
+            pytest.raises(UsageError, match=r"another command is writing to .*run: wait for it"),
             exclusive_folder(place),
         ):
             pass

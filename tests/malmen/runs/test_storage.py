@@ -212,13 +212,13 @@ def test_a_file_is_no_place_for_a_run_nor_is_anything_below_it(tmp_path: Path, m
     (tmp_path / "file").write_text("dear")
     MemoryFileSystem().pipe_file("/bucket/file", b"dear")
     for place in (f"{tmp_path}/file{below}", f"memory://bucket/file{below}"):
-        with pytest.raises(EditError, match=f"cannot write to {place}: it is a file, or lies below one; needed is"):
+        with pytest.raises(EditError, match=f"cannot write to {place}: it is a file, or lies below one; expected a"):
             RunStore(place).check_writable()
     assert (tmp_path / "file").read_text() == "dear"
 
 
 def test_a_folder_that_the_system_will_not_make_is_refused() -> None:
-    with pytest.raises(EditError, match=r"cannot write to /proc/malmen/run: .*; needed is a folder in which"):
+    with pytest.raises(EditError, match=r"cannot write to /proc/malmen/run: .*; expected a folder in which"):
         RunStore("/proc/malmen/run").check_writable()
 
 
@@ -231,7 +231,7 @@ def test_a_storage_that_denies_writing_or_removing_is_one_message(
         raise error
 
     monkeypatch.setattr(MemoryFileSystem, change, deny)
-    with pytest.raises(EditError, match=rf"cannot write to {memory}: .*Access Denied; needed is a folder in which"):
+    with pytest.raises(EditError, match=rf"cannot write to {memory}: .*Access Denied; expected a folder in which"):
         RunStore(memory).check_writable()
 
 
@@ -249,5 +249,5 @@ def test_an_unknown_protocol_says_what_was_expected() -> None:
 
 @pytest.mark.parametrize("url", ["s3://bucket/run", "file:///tmp/run", "memory://"])
 def test_a_url_that_lost_a_slash_as_a_path_is_not_taken_for_a_folder(url: str) -> None:
-    with pytest.raises(EditError, match="lost a slash; give it as text"):
+    with pytest.raises(EditError, match="lost a slash; give it as a string"):
         RunStore(Path(url))

@@ -81,5 +81,5 @@ def test_a_damaged_file_is_told_with_the_remedy(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(EditError, match="cannot be kept in"):
+    with pytest.raises(EditError, match="cannot create the cache folder"):
         TensorLog(tmp_path / "file" / "cache")

@@ -1,0 +1,62 @@
+"""Cells: what is measured, and whose code has measured it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from malmen.tune.experiments.cells import Cell, Cells, code_version, groups_of, source_hash
+from malmen.tune.experiments.folder import begin_folder
+from malmen.tune.experiments.report import write_report
+from malmen.tune.experiments.settings import ExperimentConfig, base_config
+from malmen.tune.experiments.variants import method_variant
+
+
+def test_a_measurement_tells_whose_code_made_it(settings: ExperimentConfig, tmp_path: Path) -> None:
+    begin_folder(tmp_path / "experiment", settings, base_config(settings))
+    store = Cells(tmp_path / "experiment")
+    store.put(Cell("malmen", 0, 4), {"error": "singular"})
+    assert store.codes() == {code_version()}
+    assert "malmen 0." in code_version()
+    old = tmp_path / "experiment" / "cells" / "memory.json"  # of an earlier version, which told nothing
+    old.write_text(json.dumps([{"way": "decomposed", "edits": 4, "code": "malmen 0.0.9, source abc"}, {"edits": 8}]))
+    assert store.codes() == {code_version(), "malmen 0.0.9, source abc", "unknown"}
+    page = write_report(tmp_path / "experiment").read_text()
+    assert f"Measured by malmen 0.0.9, source abc; {code_version()}; unknown" in page
+
+
+def test_an_editor_is_found_again_with_other_batches(settings: ExperimentConfig) -> None:
+    other = settings.model_copy(update={"settings": {**settings.settings, "batch.cache_mb": 5}})
+    one, two = (method_variant("malmen", base_config(some)) for some in (settings, other))
+    assert one.run_name(0) == two.run_name(0) != one.run_name(1)
+
+
+def test_each_experiment_asks_only_for_what_it_needs(settings: ExperimentConfig) -> None:
+    config = base_config(settings)
+    wanted = {
+        kind: {group.variant.name for group in groups_of(settings, config, {kind})}
+        for kind in ("scaling", "ablation", "cancellation", "rounds")
+    }
+    assert wanted["scaling"] == {"malmen", "mend", "ft", "memit", "ultraedit"}
+    assert wanted["ablation"] == {"malmen", "sum", "no_regularisation"} and wanted["cancellation"] == {
+        "squares_answer",
+        "sum_answer",
+    }
+    assert wanted["rounds"] == {"malmen", "ft", "ultraedit"}
+    (cells,) = (
+        group.cells
+        for group in groups_of(settings, config, {"rounds"})
+        if (group.variant.name, group.seed) == ("malmen", 0)
+    )
+    assert [(cell.rounds, cell.way) for cell in cells] == [(1, "at once"), (2, "union"), (2, "again")]
+
+
+def test_the_version_of_the_code_covers_modules_at_any_depth_but_no_other_room(tmp_path: Path) -> None:
+    for name in ("editor.py", "lm/model.py", "serve/app.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x = 1")
+    before = source_hash([tmp_path])
+    (tmp_path / "serve/app.py").write_text("x = 2")  # where the package is installed, the other rooms lie in it
+    assert source_hash([tmp_path]) == before
+    (tmp_path / "lm/model.py").write_text("x = 2")
+    assert source_hash([tmp_path]) != before

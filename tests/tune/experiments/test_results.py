@@ -1,0 +1,25 @@
+"""The numbers of cells become rows of results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from malmen.tune.experiments import work
+from malmen.tune.experiments.cells import groups_of
+from malmen.tune.experiments.results import write_results
+from malmen.tune.experiments.settings import ExperimentConfig, base_config
+
+
+def test_recipes_stand_beside_malmen_as_it_is(settings: ExperimentConfig, tmp_path: Path) -> None:
+    chosen = settings.model_copy(update={"seeds": [0], "recipes": {"less_damping": {"editor.damping": 0.01}}})
+    config = base_config(chosen)
+    for group in groups_of(chosen, config, {"recipes"}):
+        work.do_cells(group, chosen, tmp_path)
+    (path,) = write_results(chosen, config, tmp_path, ["recipes"])
+    found = json.loads(path.read_text())
+    assert [(row["label"], row["edits"]) for row in found["rows"]] == [
+        ("MALMEN", 2), ("less damping", 2), ("MALMEN", 4), ("less damping", 4),
+    ]  # fmt: skip
+    assert found["rows"][0]["mean_residual"]["mean"] > found["rows"][1]["mean_residual"]["mean"]
+    assert path.with_suffix(".png").exists() and found["recipes"] == chosen.recipes
