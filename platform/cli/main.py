@@ -270,10 +270,15 @@ def add_commands(name: str, commands: typer.Typer) -> None:
         app.add_typer(commands, name=name)
 
 
+def add_entry_points() -> None:
+    """Commands of the rooms that platform/ may not import. Their modules load what they need when a command runs."""
+    for entry in entry_points(group="malmen.commands"):
+        add_commands(entry.name, entry.load())
+
+
 def main(first: Sequence[str] = ()) -> None:
     """Exit codes: 0 done, 1 failed, 2 wrong usage. `first` goes before the arguments of the command line."""
-    for entry in entry_points(group="malmen.commands"):  # nobody here knows tune or serve: they make themselves known
-        add_commands(entry.name, entry.load())
+    add_entry_points()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is open is closed, and runs are ended
     try:
         app([*first, *sys.argv[1:]])  # wrong usage exits with 2 by itself

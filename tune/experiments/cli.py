@@ -12,7 +12,6 @@ import typer
 
 from malmen.errors import EditError, UsageError
 from malmen.platform.cli.options import AsJson
-from malmen.tune.experiments.settings import KINDS, PREFIX, ExperimentConfig, load_experiment
 
 if TYPE_CHECKING:
     from malmen.tune.experiments.runner import ExperimentListener
@@ -45,6 +44,8 @@ _HELP = {
 def _run(
     kinds: tuple[str, ...], preset: str, overrides: list[str] | None, out: Path, address: str | None
 ) -> list[Path]:
+    from malmen.tune.experiments.settings import load_experiment
+
     settings = load_experiment(preset, overrides or [])
     if "recipes" in kinds and not settings.recipes:
         if len(kinds) == 1:
@@ -88,7 +89,7 @@ def _add(kind: str) -> None:
     app.command(kind)(command)
 
 
-for _kind in KINDS:
+for _kind in _HELP:
     _add(_kind)
 
 
@@ -97,6 +98,7 @@ def settings(as_json: AsJson = False) -> None:
     """List every setting of an experiment with its default; any can be given as experiment.key=value."""
     from malmen.config import describe_settings
     from malmen.platform.cli.output import show_settings
+    from malmen.tune.experiments.settings import PREFIX, ExperimentConfig
 
     rows = describe_settings(ExperimentConfig)
     show_settings([{**row, "key": f"{PREFIX}{row['key']}"} for row in rows], as_json)
@@ -115,6 +117,7 @@ def report(
 
     from malmen.tune.experiments.findings import findings
     from malmen.tune.experiments.report import write_report
+    from malmen.tune.experiments.settings import KINDS
 
     began = time.perf_counter()
     try:
