@@ -272,8 +272,31 @@ def parse_config(raw: dict[str, Any], source: str) -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        lines = [explain(problem, known_keys()) for problem in error.errors()]
-        raise UsageError(f"{source}: " + "; ".join(lines)) from error
+        raise usage_error(source, error, known_keys()) from error
+
+
+def usage_error(source: str, error: ValidationError, known: Sequence[str]) -> UsageError:
+    """All problems of the settings in `source` in one message; `known` are the keys that exist."""
+    problems = dict.fromkeys(explain(problem, known) for problem in error.errors())
+    return UsageError(f"{source}: " + "; ".join(problems))
+
+
+def shipped_file(folder: Path, name: str, what: str) -> Path:
+    """A YAML file: `name` as a path, else the one of that name in `folder`."""
+    if (path := Path(name)).is_file():
+        return path
+    if not (shipped := folder / f"{name}.yaml").is_file():
+        known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+        raise UsageError(f"no {what} {name!r}: neither a file nor one of those shipped ({known})")
+    return shipped
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values by `section.key`. An empty section is a value: it stays."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
+    return flat
 
 
 def known_keys() -> list[str]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from malmen.adam import adam_state, load_adam_state, make_adam, schedule
 from malmen.config import Config
 from malmen.data.records import Fact
-from malmen.errors import EditError
+from malmen.errors import EditError, wrong_base_model
 from malmen.hypernet import HypernetRows, HyperNetwork, Statistics, run_in_batches
 from malmen.least_squares import NormalEquation, Pullback
 from malmen.lm.layers import LayerSpec
@@ -85,10 +85,7 @@ class Editor(nn.Module):
         if not facts:
             raise EditError("no facts to edit were given")
         if self.base_model is not None and lm.fingerprint() != self.base_model:
-            raise EditError(
-                f"this editor was trained for base model {self.base_model} ({self.config.model.name}), this one is "
-                f"{lm.fingerprint()}: an editor works only on the weights it was trained for"
-            )
+            raise wrong_base_model(f"this editor of {self.config.model.name}", self.base_model, lm.fingerprint())
         from malmen.lm.model import encode_batches
 
         self.to(lm.device)

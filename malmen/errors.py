@@ -1,8 +1,10 @@
-"""The errors that users see: one clear message, no traceback."""
+"""The errors that users see, one clear message each and no traceback, and the messages that several places need."""
+
+from __future__ import annotations
 
 
 class EditError(Exception):
-    """Something that was given cannot be used; the message says what was given, expected and found."""
+    """Input that cannot be used. The message says what was given, what was expected and what to do."""
 
     exit_code = 1
 
@@ -14,4 +16,18 @@ class UsageError(EditError):
 
 
 class RunStopped(EditError):
-    """A run was asked to end before its time; it can be gone on with."""
+    """A run was stopped before its last step; it can be resumed."""
+
+
+def last_line(error: BaseException) -> str:
+    """The last non-empty line of an error's text, or its type's name."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+def wrong_base_model(what: str, trained_for: str, given: str) -> EditError:
+    """The refusal of `what` (e.g. `the editor in runs/a`) for a base model of another fingerprint than its own."""
+    return EditError(
+        f"{what} belongs to base model {trained_for}, but the model given is {given}: "
+        "it works only on the weights it was trained for"
+    )

@@ -1,25 +1,50 @@
-"""One number for an evaluation: what checkpoints and the trials of a sweep are compared by."""
+"""The paper's three metrics by name (ES, GS, LS), and the one number that evaluations are compared by."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import harmonic_mean
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-PARTS = ("edit_success", "generalization_success", "relative_locality")
+FactKind = Literal["edit", "equivalent", "unrelated"]
 
 
-def score(scores: Mapping[str, Any] | None, parts: Sequence[str] = PARTS) -> float | None:
-    """The harmonic mean of ES, GS and LS, LS relative to the unedited model; what was not measured is left out."""
+class Metric(NamedTuple):
+    """A share of right answers, as the paper reports it (§3)."""
+
+    name: str  # the key in score tables, JSON and MLflow
+    label: str  # the paper's abbreviation
+    kind: FactKind  # of the facts whose answers are counted
+
+
+METRICS = (
+    Metric("edit_success", "ES", "edit"),
+    Metric("generalization_success", "GS", "equivalent"),
+    Metric("locality_success", "LS", "unrelated"),
+)
+
+# What may follow a metric's name: how answers are counted, then `BEFORE` where the model is the unedited one.
+BY_TOKENS = ""  # answer tokens, teacher-forced: the paper's
+EXACT = "_exact"  # whole answers, teacher-forced
+GENERATED = "_generated"  # whole answers, generated
+ENDED = "_ended"  # whole answers, generated, after which the text ends
+BEFORE = "_before"
+
+SCORE_PARTS = ("edit_success", "generalization_success", "relative_locality")
+
+
+def score(scores: Mapping[str, Any] | None, parts: Sequence[str] = SCORE_PARTS) -> float | None:
+    """The harmonic mean of ES, GS and LS, LS relative to the unedited model. Parts that were not measured are left
+    out; None without any."""
     if not scores:
         return None
-    measured = [relative_locality(scores) if part == "relative_locality" else scores.get(part) for part in parts]
-    found = [part for part in measured if part is not None]
-    return float(harmonic_mean(found)) if found else None
+    values = [relative_locality(scores) if part == "relative_locality" else scores.get(part) for part in parts]
+    measured = [value for value in values if value is not None]
+    return float(harmonic_mean(measured)) if measured else None
 
 
 def relative_locality(scores: Mapping[str, Any]) -> float | None:
-    """1 where the edit cost no right answer; where there was none to lose, the share of unchanged ones."""
+    """LS after : before the edit, at most 1. Where LS was 0 before, the share of unchanged answers."""
     after, before = scores.get("locality_success"), scores.get("locality_success_before")
     if after is None:
         return None

@@ -11,14 +11,14 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from malmen.config import Section, explain, full_key, read_override, read_yaml
 from malmen.errors import UsageError
-from malmen.metrics import PARTS
+from malmen.metrics import SCORE_PARTS
 
 LAYERS = "layers"  # the parameter that names a layer set
 SPACES = Path(__file__).parent / "spaces"
 
 # Shares of right answers, of which more is better.
 KNOWN_SCORES = (
-    *PARTS,
+    *SCORE_PARTS,
     "locality_agreement",
     "locality_success",
     *(f"{name}_exact" for name in ("edit_success", "generalization_success", "locality_success")),
@@ -60,7 +60,7 @@ class SweepConfig(Section):
     )
     seed: int = Field(default=0, description="of what is drawn; the trials' own seed is the config's")
     score: list[str] = Field(
-        default=list(PARTS), min_length=1, description="what is maximised: the harmonic mean of these"
+        default=list(SCORE_PARTS), min_length=1, description="what is maximised: the harmonic mean of these"
     )
     early_stopping: Literal["asha", "none"] = Field(default="asha", description="whether weak trials end early")
     grace_steps: int | None = Field(

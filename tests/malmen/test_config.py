@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from malmen.config import Config, known_keys, load_config
+from malmen.config import Config, flatten, known_keys, load_config, parse_config, shipped_file
 from malmen.errors import UsageError
 
 
@@ -71,3 +71,26 @@ def test_a_config_survives_its_own_json() -> None:
     config = load_config(None, ["layers=[a, b]", "scalar_lr=0.1"])
     assert Config.model_validate_json(config.model_dump_json()) == config
     assert "training.scalar_lr" in known_keys()
+
+
+def test_every_problem_of_a_config_is_named_once_in_one_message() -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_config({"editor": {"rnak": 3}, "seed": "x"}, "run.yaml")
+    message = str(caught.value)
+    assert message.startswith("run.yaml: ")
+    assert message.count("editor.rnak") == message.count("seed: ") == 1
+
+
+def test_nested_values_are_flattened_by_dotted_keys_and_empty_sections_stay() -> None:
+    assert flatten({"a": 1, "b": {"c": {"d": [2]}, "e": {}}}) == {"a": 1, "b.c.d": [2], "b.e": {}}
+    assert set(flatten(Config().model_dump())) == set(known_keys())
+
+
+def test_a_file_is_found_by_its_path_before_a_shipped_one_of_that_name(tmp_path: Path) -> None:
+    shipped, own = tmp_path / "small.yaml", tmp_path / "own"
+    shipped.touch()
+    own.touch()
+    assert shipped_file(tmp_path, "small", "config") == shipped
+    assert shipped_file(tmp_path, str(own), "config") == own
+    with pytest.raises(UsageError, match=r"no config 'large': neither a file nor one of those shipped \(small\)"):
+        shipped_file(tmp_path, "large", "config")

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from malmen.metrics import score
+from malmen.metrics import METRICS, SCORE_PARTS, score
 
 
 def _scores(**changed: Any) -> dict[str, Any]:
@@ -49,3 +49,10 @@ def test_one_complete_failure_makes_the_score_nought() -> None:
 @pytest.mark.parametrize("nothing", [None, {}, {"edits": 8, "edit_success": None}])
 def test_without_an_evaluation_there_is_no_score(nothing: dict[str, Any] | None) -> None:
     assert score(nothing) is None
+
+
+def test_the_papers_metrics_have_one_name_one_label_and_one_kind_of_fact_each() -> None:
+    assert [(metric.label, metric.kind) for metric in METRICS] == [
+        ("ES", "edit"), ("GS", "equivalent"), ("LS", "unrelated"),
+    ]  # fmt: skip
+    assert SCORE_PARTS[:2] == tuple(metric.name for metric in METRICS[:2])

@@ -32,7 +32,7 @@ from malmen.tune.experiments.work import do_cells
 _ABOUT = "experiment.json"
 # What may differ when a folder is gone on with: no number depends on it.
 _FREE = (
-    "experiment.cpus", "experiment.gpus", "experiment.settings", "experiment.recipes.", "experiment.config",
+    "experiment.cpus", "experiment.gpus", "experiment.settings", "experiment.recipes", "experiment.config",
     "experiment.seeds", "experiment.methods", "experiment.edits", "experiment.ablations", "experiment.ablation_edits",
     "experiment.rounds", "experiment.memory_edits",  # which cells there are
     "config.cluster.", "config.tracking.", "config.batch.", "config.baselines.memit.cache_dir",

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import pytest
+
+from malmen.errors import EditError, last_line, wrong_base_model
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("one", "one"),
+        ("Traceback:\n  deep\nValueError: 3 \n\n", "ValueError: 3"),
+        ("", "ValueError"),
+        (" \n", "ValueError"),
+    ],
+)
+def test_the_last_line_of_an_error_says_something(text: str, expected: str) -> None:
+    assert last_line(ValueError(text)) == expected
+
+
+def test_a_wrong_base_model_is_refused_with_both_fingerprints() -> None:
+    error = wrong_base_model("the edit in runs/a", "aaa", "bbb")
+    assert isinstance(error, EditError)
+    for part in ("the edit in runs/a", "belongs to base model aaa", "given is bbb"):
+        assert part in str(error)
