@@ -14,7 +14,6 @@ from malmen.data.tokens import FactEncoder
 from malmen.errors import EditError
 from malmen.lm.model import LanguageModel, fact_encoder
 
-
 OnProgress = Callable[[int, int], None]  # called with how many are done, and of how many
 
 
