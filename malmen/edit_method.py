@@ -1,7 +1,8 @@
-"""What all ways of editing have in common."""
+"""The interface of every way of editing: facts in, shifts out."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,26 +16,26 @@ from malmen.lm.model import LanguageModel
 
 
 class Edit(Protocol):
-    """What an edit comes to."""
+    """The result of an edit."""
 
     @property
     def shifts(self) -> dict[str, Tensor]:
         """S of each edited layer (value, key)."""
 
     def mean_residual(self) -> float | None:
-        """How far the shifts miss what was wanted, where something was."""
+        """MR: how far the shifts miss the value differences they were to reach; None if the method has no such aim."""
 
 
 class EditMethod(Protocol):
     """A way of editing: MALMEN's trained editor, or one of its rivals."""
 
     def edit(self, lm: LanguageModel, facts: Sequence[Fact]) -> Edit:
-        """The shifts that are to make all these facts hold."""
+        """The shifts that make all these facts hold at once; the LM itself stays as it is."""
 
 
 @dataclass(frozen=True)
 class PlainEdit:
-    """Shifts, and their mean residual where the method has one."""
+    """Shifts, and their mean residual if the method has one."""
 
     shifts: dict[str, Tensor]
     residual: float | None = None
@@ -44,15 +45,31 @@ class PlainEdit:
         return self.residual
 
 
+class UntrainedMethod(ABC):
+    """A rival that needs no meta-training: made from a model and a config (malmen.methods.registry)."""
+
+    @abstractmethod
+    def edit(self, lm: LanguageModel, facts: Sequence[Fact]) -> PlainEdit:
+        """See EditMethod."""
+
+    def prepare(self, lm: LanguageModel) -> float:
+        """Do the work that all edits of a model share; the seconds that it took, now or when it was first done."""
+        return 0.0
+
+    def for_rounds(self) -> UntrainedMethod:
+        """The method for a series of edits, each of the model as the one before left it."""
+        return self
+
+
 def finite(shifts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """These shifts; EditError where they are not finite, because nothing would tell afterwards."""
+    """The same shifts; EditError if any is not finite, because no later step would notice."""
     broken = [name for name, shift in shifts.items() if not bool(torch.isfinite(shift).all())]
     if broken:
         raise EditError(f"the shift of {', '.join(broken[:4])} is not finite: the edit has diverged")
     return shifts
 
 
-def check_facts(facts: Sequence[Fact]) -> None:
-    """There must be some."""
+def require_facts(facts: Sequence[Fact]) -> None:
+    """EditError for an edit of nothing."""
     if not facts:
         raise EditError("no facts to edit were given")

@@ -20,7 +20,7 @@ from malmen.config import Config
 from malmen.data.records import Fact
 from malmen.errors import EditError, wrong_base_model
 from malmen.hypernet import HypernetRows, HyperNetwork, Statistics, run_in_batches
-from malmen.least_squares import NormalEquation, Pullback
+from malmen.least_squares import NormalEquation, Pullback, token_residuals
 from malmen.lm.layers import LayerSpec
 from malmen.lm.trace import Traces, trace
 from malmen.shards import Alone, Shards
@@ -352,7 +352,5 @@ class Solved:
         """r_j = ‖S*u_j − d_j‖ / ‖d_j‖ of each layer and token."""
         residuals = [torch.zeros(0, dtype=torch.float64)]
         for name, diffs in self.value_diffs.items():
-            wanted = diffs.double()
-            error = self.traces[name].keys.double() @ self.shifts[name].T - wanted
-            residuals.append(error.norm(dim=-1) / wanted.norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny))
-        return torch.cat([part.cpu() for part in residuals])
+            residuals.append(token_residuals(self.traces[name].keys.double(), self.shifts[name], diffs.double()).cpu())
+        return torch.cat(residuals)

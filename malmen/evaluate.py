@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from malmen.config import Config
-from malmen.data.records import EditRecord, Fact
-from malmen.data.sampling import unrelated_to_all
+from malmen.data.records import EditRecord, Fact, unrelated_to_all
 from malmen.data.tokens import EncodedFact, FactEncoder, TokenBatch, make_batches
 from malmen.lm.generate import OnProgress, decode, generate_ids, up_to_the_end
 from malmen.lm.model import LanguageModel, fact_encoder

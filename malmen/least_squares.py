@@ -119,6 +119,12 @@ def is_dual(num_tokens: int, key_size: int, preserving: bool) -> bool:
     return num_tokens < key_size and not preserving
 
 
+def token_residuals(keys: Tensor, shift: Tensor, value_diffs: Tensor) -> Tensor:
+    """r of each token, ‖Su − d‖ / ‖d‖ (§5.2): keys (tokens, key), shift (value, key), value_diffs (tokens, value)."""
+    missed = keys @ shift.T - value_diffs
+    return missed.norm(dim=-1) / value_diffs.norm(dim=-1).clamp(min=torch.finfo(value_diffs.dtype).tiny)
+
+
 def _cholesky(gram: Tensor, damping: float) -> Tensor:
     damped = gram.clone()
     damped.diagonal().add_(damping)

@@ -49,6 +49,15 @@ def divide(layers: Sequence[str], editors: int) -> list[list[Share]]:
     return plan
 
 
+def find_members(plan: Sequence[Sequence[Share]]) -> dict[str, list[int]]:
+    """By layer, the ranks of the editors that have tokens of it."""
+    members: dict[str, list[int]] = {}
+    for world_rank, shares in enumerate(plan):
+        for share in shares:
+            members.setdefault(share.layer, []).append(world_rank)
+    return members
+
+
 class Shards(Protocol):
     """What an editor asks of the others."""
 
@@ -132,22 +141,17 @@ class ProcessGroupShards:
     def __init__(self, layer_features: Mapping[str, int]) -> None:
         self.features = dict(layer_features)  # key + value size by layer
         self.world_rank = dist.get_rank()
-        plan = divide(list(self.features), dist.get_world_size())
-        self.members = {
-            layer: [rank for rank, shares in enumerate(plan) if any(share.layer == layer for share in shares)]
-            for layer in self.features
-        }
+        self.members = find_members(divide(list(self.features), dist.get_world_size()))
         self.groups = {layer: dist.new_group(ranks) for layer, ranks in self.members.items() if len(ranks) > 1}
 
     def gather_statistics(self, mine: Mapping[str, Statistics]) -> Iterable[tuple[str, Statistics]]:
         """Everybody's, by layer and rank."""
         like = next(iter(mine.values())).mean
         flat = torch.cat([_flatten(mine.get(layer), size, like) for layer, size in self.features.items()])
-        everybody = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-        dist.all_gather(everybody, flat)
+        received = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+        dist.all_gather(received, flat)
         sizes = [1 + 2 * size for size in self.features.values()]
-        for parts in zip(self.features, *(one.split(sizes) for one in everybody), strict=True):
-            layer, vectors = parts[0], parts[1:]
+        for layer, *vectors in zip(self.features, *(vector.split(sizes) for vector in received), strict=True):
             for vector in vectors:
                 count, mean, squares = vector.split((1, self.features[layer], self.features[layer]))
                 yield layer, Statistics(count[0], mean, squares)
@@ -156,24 +160,23 @@ class ProcessGroupShards:
         self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float, preserved: Tensor | None
     ) -> SolvedShard:
         """By rows where there are few, else by the sums of the normal equation."""
-        if layer not in self.groups:
+        if len(self.members[layer]) == 1:
             return solve_least_squares(keys, value_diffs, damping, preserved)
-        group = self.groups[layer]
-        counts = self._counts(layer, len(keys))
+        counts = self.count_tokens(layer, len(keys))
         if is_dual(sum(counts), keys.shape[1], preserved is not None):  # then (tokens, key) is less to send
-            all_keys, all_diffs = _gather_rows(keys, counts, group), _gather_rows(value_diffs, counts, group)
+            all_keys, all_diffs = (self.gather_rows(layer, rows, counts) for rows in (keys, value_diffs))
             first = sum(counts[: self.members[layer].index(self.world_rank)])
             solution = DualSolution.of(all_keys, all_diffs, damping)
             return PartOfDual(solution, all_keys, slice(first, first + len(keys)))
         equation = NormalEquation.of(keys, value_diffs)
-        dist.all_reduce(equation.gram, group=group)
-        dist.all_reduce(equation.cross, group=group)
+        self.sum_tensor(layer, equation.gram)
+        self.sum_tensor(layer, equation.cross)
         return equation.solve(damping, preserved)
 
     def sum_shift(self, layer: str, shift: Tensor) -> Tensor:
         """Over those who have tokens of the layer."""
-        if layer in self.groups:
-            dist.all_reduce(shift, group=self.groups[layer])
+        if len(self.members[layer]) > 1:
+            self.sum_tensor(layer, shift)
         return shift
 
     def leads(self, layer: str) -> bool:
@@ -187,27 +190,31 @@ class ProcessGroupShards:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)
 
-    def _counts(self, layer: str, mine: int) -> list[int]:
-        count = torch.tensor([mine], device=_collective_device())
+    # --- the transport among those who share a layer: `malmen plan` has one without processes ----------------
+
+    def count_tokens(self, layer: str, mine: int) -> list[int]:
+        """How many tokens of the layer each member has."""
+        device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+        count = torch.tensor([mine], device=device)
         counts = [torch.empty_like(count) for _ in self.members[layer]]
         dist.all_gather(counts, count, group=self.groups[layer])
-        return [int(one) for one in counts]
+        return [int(member_count) for member_count in counts]
+
+    def gather_rows(self, layer: str, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """The rows of all members (all tokens, size), in their order; padded on the way, because collectives want equal
+        shapes."""
+        padded = rows.new_zeros(max(counts), rows.shape[1])
+        padded[: len(rows)] = rows
+        received = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(received, padded, group=self.groups[layer])
+        return torch.cat([part[:count] for part, count in zip(received, counts, strict=True)])
+
+    def sum_tensor(self, layer: str, tensor: Tensor) -> None:
+        """The sum over all members, in place."""
+        dist.all_reduce(tensor, group=self.groups[layer])
 
 
 def _flatten(statistics: Statistics | None, size: int, like: Tensor) -> Tensor:
     if statistics is None:
         return like.new_zeros(1 + 2 * size)
     return torch.cat((statistics.count[None], statistics.mean, statistics.squares))
-
-
-def _gather_rows(rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Everybody's rows, one after the other; padded for the journey, because collectives want equal shapes."""
-    padded = rows.new_zeros(max(counts), rows.shape[1])
-    padded[: len(rows)] = rows
-    everybody = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(everybody, padded, group=group)
-    return torch.cat([one[:count] for one, count in zip(everybody, counts, strict=True)])
-
-
-def _collective_device() -> torch.device:
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from malmen.config import Config, TrainingConfig
-from malmen.data.records import EditRecord
-from malmen.data.sampling import (
-    Sampler,
-    check_facts,
+from malmen.data.records import EditRecord, compatible_records
+from malmen.data.sampling import Sampler
+from malmen.data.splits import (
+    check_encodable,
     check_held_out,
-    compatible_records,
     data_fingerprint,
-    preserved_facts,
     shared_facts,
     training_records,
     validation_records,
@@ -27,12 +25,12 @@ from malmen.edit_method import EditMethod
 from malmen.editor import Editor, seeded_editor
 from malmen.errors import EditError
 from malmen.evaluate import Evaluation, evaluate
-from malmen.lm.key_moments import KeySums, layers_at_once
 from malmen.lm.layers import find_layers
-from malmen.lm.model import LanguageModel, encode_batches, fact_encoder, load_lm
+from malmen.lm.model import LanguageModel, fact_encoder, load_lm
+from malmen.lm_side import LMSide
 from malmen.meta import StepReport, meta_step
 from malmen.runs.checkpoint import add_scores, load_editor, save_checkpoint
-from malmen.runs.checkpoint_files import read_state
+from malmen.runs.checkpoint_lookup import read_state
 from malmen.runs.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -69,7 +67,7 @@ def train(
     records = validation_records(config)
     sampler.check_lengths()
     asked = check_enough(records, config.training.eval_edits or config.training.num_edits)
-    check_facts(sampler.encoder, asked)
+    check_encodable(sampler.encoder, asked)
     if shared := shared_facts(config, sampler.records(0), asked):
         log.warning(shared)
     editor = (
@@ -118,14 +116,9 @@ def make_editor(lm: LanguageModel, config: Config) -> Editor:
     """A fresh editor, drawn from the config's seed; if keys are to be preserved, it knows them."""
     editor = seeded_editor(find_layers(lm.model, config.editor.layers, config.editor.ffn), config).to(lm.device)
     if config.editor.preserving:
-        facts = preserved_facts(config, training_records(config)(0))
-        log.info("reading %d texts whose keys are to be preserved", len(facts))
-        batches = encode_batches(lm, facts, config)
-        for part in layers_at_once(editor.layers):
-            sums = KeySums(lm, part)
-            for batch in batches:
-                sums.read(batch)
-            editor.preserve(sums.moments())
+        log.info("reading the texts whose keys are to be preserved")
+        for moments in LMSide(lm, editor.layers, config).preserved_moments(training_records(config)(0)):
+            editor.preserve(moments)
     return editor
 
 

@@ -24,7 +24,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from malmen.config import SPLIT, Config, absolute_paths
-from malmen.data.sampling import check_held_out, data_fingerprint
+from malmen.data.splits import check_held_out, data_fingerprint
 from malmen.errors import EditError, RunStopped, UsageError
 from malmen.lm.layers import LayerSpec, find_layers
 from malmen.lm.model import load_skeleton
@@ -36,7 +36,7 @@ from malmen.platform.places import check_lasting, check_shared, in_ray_job, ray_
 from malmen.platform.tracking.registry import RegisteredEditor, describe_checkpoint
 from malmen.platform.tracking.tracker import Tracker
 from malmen.platform.train_loop import LoopSettings, train_loop
-from malmen.runs.checkpoint_files import read_state
+from malmen.runs.checkpoint_lookup import read_state
 from malmen.runs.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import torch
 from ray.train import get_context
 
 from malmen.config import Config
-from malmen.data.sampling import check_facts, shared_facts, validation_records
+from malmen.data.splits import check_encodable, shared_facts, validation_records
 from malmen.errors import EditError
 from malmen.meta import StepReport
 from malmen.platform.hypernet_actor import EVALUATION
@@ -24,7 +24,7 @@ from malmen.platform.meta_step import meta_step
 from malmen.platform.places import check_shared
 from malmen.platform.wire import peak_memory_mb
 from malmen.runs.checkpoint import add_scores
-from malmen.runs.checkpoint_files import latest_checkpoint, read_state
+from malmen.runs.checkpoint_lookup import latest_checkpoint, read_state
 from malmen.runs.storage import RunStore
 from malmen.training import check_enough
 
@@ -71,7 +71,7 @@ class Rank:
         self.evaluated = self.saved = -1
         wanted = self.training.eval_edits or self.training.num_edits
         self.records = check_enough(validation_records(loop.config), wanted)
-        check_facts(worker.encoder, self.records)
+        check_encodable(worker.encoder, self.records)
         if shared := shared_facts(loop.config, worker.sampler.records(0), self.records):
             self._record({"kind": "remark", "text": shared})
 
@@ -208,7 +208,7 @@ class Rank:
     def _evaluate(self) -> dict[str, Any]:
         facts = [self.worker.encoder.encode(record.edit) for record in self.records]
         self.worker.note("tracing held-out edits")
-        traces = self.worker.trace(facts, role="evaluation")
+        traces = self.worker.trace(facts, cached=False)
         with self.worker.together("sending held-out traces"):
             self.group.put_traces(EVALUATION, self.worker.world_rank, traces)
         with self.worker.together("waiting for the shifts of held-out edits"):

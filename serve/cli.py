@@ -88,7 +88,7 @@ def _serve(settings: ServeConfig, host: str, port: int, address: str | None, as_
 
 def _absolute(settings: ServeConfig) -> ServeConfig:
     """Ray's processes stand in other folders."""
-    from malmen.runs.checkpoint_files import BEST
+    from malmen.runs.checkpoint_lookup import BEST
 
     editor = settings.editor
     if "://" not in editor and not editor.startswith("models:/"):

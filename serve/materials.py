@@ -7,14 +7,14 @@ from pathlib import Path
 
 from malmen.config import Config
 from malmen.data.readers import read_records
-from malmen.data.records import Fact
-from malmen.data.sampling import unrelated_to_all, validation_records
+from malmen.data.records import Fact, unrelated_to_all
+from malmen.data.splits import validation_records
 from malmen.editor import Editor
 from malmen.errors import EditError
 from malmen.lm.model import LanguageModel, load_lm
 from malmen.platform.cluster import on_own_device
 from malmen.runs.checkpoint import load_editor
-from malmen.runs.checkpoint_files import read_config, read_state
+from malmen.runs.checkpoint_lookup import read_config, read_state
 from malmen.serve.guards import Guards
 from malmen.serve.ledger.blobs import BlobStore
 from malmen.serve.ledger.opening import find_editor, open_ledger

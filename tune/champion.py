@@ -14,7 +14,7 @@ from malmen.platform.tracking.registry import describe_checkpoint, register_edit
 from malmen.platform.tracking.store import clear_errors, connect
 from malmen.platform.tracking.tracker import run_exists
 from malmen.platform.train import Listener, train
-from malmen.runs.checkpoint_files import latest_checkpoint, read_state
+from malmen.runs.checkpoint_lookup import latest_checkpoint, read_state
 from malmen.runs.run_folder import run_facts
 from malmen.tune.follow import SweepListener
 from malmen.tune.settings import SweepConfig

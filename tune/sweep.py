@@ -22,7 +22,7 @@ from ray.tune.error import TuneError
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, TrialScheduler
 
 from malmen.config import Config, absolute_paths, parse_config
-from malmen.data.sampling import data_fingerprint, validation_records
+from malmen.data.splits import data_fingerprint, validation_records
 from malmen.errors import EditError, UsageError
 from malmen.lm.model import load_skeleton
 from malmen.platform.cluster import Roles, check_room, connected, room_for_runs, size_roles

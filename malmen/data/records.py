@@ -1,7 +1,8 @@
-"""What is edited: a fact, and the record that says what must follow from it and what must not."""
+"""What is edited: a fact, the record of what must and must not change with it, and which records go together."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -21,4 +22,20 @@ class EditRecord:
     edit: Fact
     equivalents: tuple[Fact, ...] = ()
     unrelated: tuple[Fact, ...] = ()
-    id: str = field(default="")
+    id: str = ""
+
+
+def compatible_records(records: Sequence[EditRecord], number: int) -> list[EditRecord]:
+    """The first `number` records of which no two edit the same prompt."""
+    chosen: dict[str, EditRecord] = {}
+    for record in records:
+        if len(chosen) == number:
+            break
+        chosen.setdefault(record.edit.prompt, record)
+    return list(chosen.values())
+
+
+def unrelated_to_all(records: Sequence[EditRecord]) -> list[list[Fact]]:
+    """Each record's unrelated tuples without those that another record edits: ∩ U(x_i, y_i), eq. 1."""
+    touched = {fact.prompt for record in records for fact in (record.edit, *record.equivalents)}
+    return [[fact for fact in record.unrelated if fact.prompt not in touched] for record in records]

@@ -1,112 +1,31 @@
-"""Which records a meta-training step uses. It depends on the seed and the step's number alone, so any step
-can be drawn again: after a resume, on another machine, in another order."""
+"""Which records a meta-training step uses.
+
+The choice depends on the seed and the step's number alone, so any step can be drawn again: after a resume, on another
+machine, in another order.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from malmen.config import Config
-from malmen.data.readers import read_records
-from malmen.data.records import EditRecord, Fact
-from malmen.data.tokens import EncodedFact, FactEncoder
-from malmen.data.world import world_records
-from malmen.data.world_model import WORLD_MODEL
+from malmen.data.records import EditRecord, Fact, compatible_records, unrelated_to_all
+from malmen.data.splits import check_encodable
+from malmen.data.tokens import EncodedFact, FactEncoder, MetaBatch
 from malmen.errors import EditError, UsageError
-from malmen.meta import MetaBatch
 from malmen.runs.fact_cache import FactCache
 
-log = logging.getLogger(__name__)
-
-ROLES = ("edits", "equivalents", "unrelated")
-
-
-def training_records(config: Config) -> Callable[[int], list[EditRecord]]:
-    """Records by epoch: a file's are the same in every epoch, the built-in world draws new answers each time."""
-    if config.data.train == "builtin":
-        return lambda epoch: world_records("train", seed=config.seed * 100_003 + epoch)
-    records = read_records(config.data.train, config.data.format)
-    return lambda _epoch: records
-
-
-def validation_records(config: Config) -> list[EditRecord]:
-    """Held-out records, in a seeded order."""
-    if config.data.validation == "builtin":
-        return world_records("validation", seed=config.seed)
-    records = list(read_records(config.data.validation, config.data.format))
-    random.Random(f"validation/{config.seed}").shuffle(records)
-    return records
-
-
-def data_fingerprint(config: Config) -> str:
-    """A hash of what is trained and validated on."""
-    digest = hashlib.sha256()
-    for name in (config.data.train, config.data.validation):
-        if name == "builtin":
-            digest.update(WORLD_MODEL.joinpath("world.json").read_bytes())
-            continue
-        try:
-            with open(name, "rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-        except OSError as error:
-            raise EditError(f"cannot read the data file {name!r}: {error.strerror}") from error
-    return digest.hexdigest()[:16]
-
-
-def compatible_records(records: Sequence[EditRecord], number: int) -> list[EditRecord]:
-    """The first `number` records of which no two edit the same prompt."""
-    chosen: dict[str, EditRecord] = {}
-    for record in records:
-        if len(chosen) == number:
-            break
-        chosen.setdefault(record.edit.prompt, record)
-    return list(chosen.values())
-
-
-def check_held_out(config: Config) -> None:
-    """Held-out scores must be about the same matter as the training: invented people say nothing of a real model."""
-    train, validation = config.data.train, config.data.validation
-    if (train == "builtin") != (validation == "builtin") and config.model.name != "builtin":
-        given, missing = ("train", "validation") if validation == "builtin" else ("validation", "train")
-        raise UsageError(
-            f"data.{given} is a file and data.{missing} is not given, so it would be the built-in world, of which the "
-            f"model {config.model.name!r} knows nothing; name a file for it too: data.{missing}=FILE"
-        )
-
-
-def shared_facts(config: Config, train: Iterable[EditRecord], held_out: Sequence[EditRecord]) -> str | None:
-    """What is to be said of held-out records whose fact is trained on too, in any wording: their scores flatter."""
-    known = {fact.prompt for record in train for fact in (record.edit, *record.equivalents)}
-    shared = [record.edit.prompt for record in held_out if record.edit.prompt in known]
-    if not shared:
-        return None
-    return (
-        f"{len(shared)} of the {len(held_out)} held-out records of {config.data.validation} are edited in training too "
-        f"(such as {shared[0]!r}): their scores are of facts that were trained on"
-    )
-
-
-def check_facts(
-    encoder: FactEncoder, records: Iterable[EditRecord], encode: Callable[[Fact], EncodedFact] | None = None
-) -> None:
-    """Fail before hours of work, not when it comes to a fact that this model cannot be given."""
-    short = encoder.max_length - len(encoder.prompt_ids("?")) - 1  # BOS and chat template take their part
-    for record in records:
-        for fact in (record.edit, *record.equivalents, *record.unrelated):
-            # No tokenizer here makes more tokens than bytes, so short texts need no look; a class may be unknown.
-            if encoder.kind == "classifier" or len(f"{fact.prompt} {fact.answer}".encode()) >= short:
-                (encode or encoder.encode)(fact)
+KINDS = ("edits", "equivalents", "unrelated")  # of a step's facts, as MetaBatch names them
 
 
 def preserved_facts(config: Config, records: Iterable[EditRecord]) -> list[Fact]:
-    """Unrelated training facts whose keys an edit is to leave alone: different ones, drawn by the seed."""
+    """Distinct unrelated training facts, drawn by the seed, whose keys an edit is to leave alone."""
     facts = list(dict.fromkeys(fact for record in records for fact in record.unrelated))
     if not facts:
         raise EditError(
@@ -117,15 +36,9 @@ def preserved_facts(config: Config, records: Iterable[EditRecord]) -> list[Fact]
     return facts[: config.editor.preserved_facts]
 
 
-def unrelated_to_all(records: Sequence[EditRecord]) -> list[list[Fact]]:
-    """Each record's unrelated tuples without those that another record edits: ∩ U(x_i, y_i), eq. 1."""
-    touched = {fact.prompt for record in records for fact in (record.edit, *record.equivalents)}
-    return [[fact for fact in record.unrelated if fact.prompt not in touched] for record in records]
-
-
 @dataclass
 class Sampler:
-    """Meta-batches by step."""
+    """Draws the meta-batch of any step; `records` gives the training records of an epoch."""
 
     config: Config
     encoder: FactEncoder
@@ -147,52 +60,54 @@ class Sampler:
             )
 
     def recurring(self) -> tuple[str, ...]:
-        """The roles whose facts come again, in this run or another, so that a cache of them is of use."""
+        """The kinds of facts that return, in this run or another, so that caching them saves work."""
         if self.config.batch.cache_dir is not None:
-            return ROLES
+            return KINDS
         if self.config.training.steps <= self.steps_per_epoch:
             return ()
-        if self.config.data.train == "builtin":  # every epoch contradicts it with new answers
+        if self.config.data.train == "builtin":  # every epoch edits it with new answers
             return ("unrelated",)
-        return ROLES
+        return KINDS
 
     def caches(self, base_model: str, dtype: torch.dtype) -> dict[str, FactCache]:
-        """One cache for all roles that have a use for it, with the config's budget. Fingerprint and type of the LM tell
-        whose work it is, where several share a folder."""
+        """One cache, within the config's budget, by each kind of fact that recurs.
+
+        Runs may share a folder: fingerprint and dtype keep the work of different models apart.
+        """
         batch = self.config.batch
-        roles = self.recurring() if batch.cache_mb else ()
-        if not roles:
+        kinds = self.recurring() if batch.cache_mb else ()
+        if not kinds:
             return {}
         name = f"{base_model}-{str(dtype).removeprefix('torch.')}"
         folder = Path(batch.cache_dir) / name if batch.cache_dir is not None else None
-        return dict.fromkeys(roles, FactCache(batch.cache_mb * 2**20, folder))
+        return dict.fromkeys(kinds, FactCache(batch.cache_mb * 2**20, folder))
 
     def check_lengths(self) -> None:
-        """Fail before the first step, not at the one that draws a fact that is too long."""
-        check_facts(self.encoder, self.records(0), self._encode)
+        """EditError for a training fact that the model cannot encode, before the first step."""
+        check_encodable(self.encoder, self.records(0), self._encode)
 
     def batch(self, step: int) -> MetaBatch:
-        """The tuples of this step."""
+        """The facts of this step, encoded."""
         training = self.config.training
         epoch, place = divmod(step, self.steps_per_epoch)
         order = self._order(epoch)
         rng = random.Random(f"step/{self.config.seed}/{step}")
-        some = compatible_records(order[place * training.num_edits :] + order, self._num_edits(step))
-        equivalents = [fact for record in some for fact in self._equivalents(record, rng)]
+        records = compatible_records(order[place * training.num_edits :] + order, self._num_edits(step))
+        equivalents = [fact for record in records for fact in self._equivalents(record, rng)]
         unrelated = [
             fact
-            for facts in unrelated_to_all(some)
+            for facts in unrelated_to_all(records)
             for fact in rng.sample(facts, min(training.unrelated_per_edit, len(facts)))
         ]
         return MetaBatch(
-            [self._encode(record.edit) for record in some],
+            [self._encode(record.edit) for record in records],
             [self._encode(fact) for fact in equivalents],
             [self._unrelated(fact) for fact in unrelated],
-            [record.id for record in some],
+            [record.id for record in records],
         )
 
     def _num_edits(self, step: int) -> int:
-        """m of this step: as often between 16 and 32 as between 128 and 256."""
+        """m of this step, log-uniform: as often between 16 and 32 as between 128 and 256."""
         training = self.config.training
         if training.min_edits is None or training.min_edits >= training.num_edits:
             return training.num_edits

@@ -50,6 +50,16 @@ class EncodedFact:
 
 
 @dataclass(frozen=True)
+class MetaBatch:
+    """The facts of one meta-training step; `record_ids` name its records in errors."""
+
+    edits: Sequence[EncodedFact]
+    equivalents: Sequence[EncodedFact]
+    unrelated: Sequence[EncodedFact]
+    record_ids: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
 class TokenBatch:
     """Padded facts. Answers are listed fact by fact: the n-th True of `answer_mask` has `targets[n]`."""
 

@@ -5,28 +5,32 @@ A forward of an edited model may start above them. They do not depend on θ, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from malmen.data.tokens import EncodedFact, TokenBatch
+from malmen.lm.hooks import hooked, replaced_forward
 from malmen.lm.layers import LayerSpec
 from malmen.lm.model import LanguageModel
 from malmen.runs.fact_cache import FactCache
 
+Height = dict[str, int]  # by stack: a number of its blocks, from below
+
 
 @dataclass
 class Stem:
-    """What the blocks below the first edited one put out for one batch; it does not depend on any edit."""
+    """What the topmost block of each stack below a height puts out for one batch; empty until the batch has run."""
 
-    outputs: dict[str, Any]  # by stack: the output of its last block below
+    height: Height
+    outputs: dict[str, Any] = field(default_factory=dict)  # by stack
 
 
-def stem_blocks(lm: LanguageModel, layers: list[LayerSpec]) -> dict[str, int]:
+def stem_blocks(lm: LanguageModel, layers: list[LayerSpec]) -> Height:
     """How many blocks of each stack no edit can reach.
 
     A decoder that attends to an edited encoder is reached from its first block on.
@@ -40,45 +44,38 @@ def stem_blocks(lm: LanguageModel, layers: list[LayerSpec]) -> dict[str, int]:
     return {stack: count for stack, count in first.items() if count > 0}
 
 
-@contextmanager
-def keep_stem(lm: LanguageModel, blocks: dict[str, int]) -> Iterator[Stem]:
-    """Runs inside leave their stem in the value."""
-    stem = Stem({})
-    handles = []
+def all_blocks(lm: LanguageModel) -> Height:
+    """The height at which every block is below: what is left is the final norm and the head."""
+    return {stack: len(_blocks(lm, stack)) for stack in lm.stacks}
 
-    def keep(stack: str) -> Any:
+
+@contextmanager
+def fill_or_resume(lm: LanguageModel, stem: Stem) -> Iterator[None]:
+    """A run inside fills an empty stem. With a full one, of the same batch, it starts above it: the blocks below hand
+    on what the stem holds."""
+    if stem.outputs:
+        skipped = [
+            (block, _constant(stem.outputs[stack]))
+            for stack, count in stem.height.items()
+            for block in _blocks(lm, stack)[:count]
+        ]
+        with replaced_forward(skipped):
+            yield
+        return
+
+    def keep(stack: str) -> Callable[..., None]:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
             stem.outputs[stack] = _detach(output)
             lm.plain_blocks = isinstance(output, Tensor)
 
         return hook
 
-    try:
-        for stack, count in blocks.items():
-            handles.append(_blocks(lm, stack)[count - 1].register_forward_hook(keep(stack)))
-        yield stem
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def resume_stem(lm: LanguageModel, blocks: dict[str, int], stem: Stem) -> Iterator[None]:
-    """Runs inside, of the same batch, start above the stem: the blocks below hand on what was kept."""
-    replaced: list[tuple[nn.Module, Any]] = []
-    try:
-        for stack, count in blocks.items():
-            kept = stem.outputs[stack]
-            for block in _blocks(lm, stack)[:count]:
-                replaced.append((block, block.__dict__.get("forward")))
-                block.__dict__["forward"] = lambda *_args, _kept=kept, **_kwargs: _kept
+    with hooked([(_blocks(lm, stack)[count - 1], keep(stack)) for stack, count in stem.height.items()]):
         yield
-    finally:
-        for block, forward in replaced:
-            if forward is None:
-                del block.__dict__["forward"]
-            else:
-                block.__dict__["forward"] = forward
+
+
+def _constant(output: Any) -> Callable[..., Any]:
+    return lambda *_args, **_kwargs: output
 
 
 def _blocks(lm: LanguageModel, stack: str) -> nn.ModuleList:
@@ -94,12 +91,7 @@ def _detach(output: Any) -> Any:
 # --- by fact -----------------------------------------------------------------------------------------
 
 
-def all_blocks(lm: LanguageModel) -> dict[str, int]:
-    """The height at which every block is below: what is left is the final norm and the head."""
-    return {stack: len(_blocks(lm, stack)) for stack in lm.stacks}
-
-
-def cache_kinds(lm: LanguageModel, *heights: dict[str, int]) -> list[str]:
+def cache_kinds(lm: LanguageModel, *heights: Height) -> list[str]:
     """What the cache calls the stems of these heights; nothing where they cannot be kept by fact.
 
     An encoder-decoder's blocks hand on position biases of the whole batch beside the hidden states.
@@ -111,23 +103,23 @@ def cache_kinds(lm: LanguageModel, *heights: dict[str, int]) -> list[str]:
 
 def remember_stem(
     cache: FactCache, lm: LanguageModel, batch: TokenBatch, facts: Sequence[EncodedFact],
-    stems: Sequence[tuple[dict[str, int], Stem]],
+    stems: Sequence[Stem],
 ) -> None:  # fmt: skip
-    """Keep the stems of a batch of these facts, fact by fact."""
+    """Put the stems of a batch of these facts into the cache, fact by fact."""
     if lm.kind == "encoder-decoder" or not batch.counts:
         return
     lengths = batch.masks["decoder"].sum(-1).tolist()
     for row, (place, length) in enumerate(zip(batch.facts.tolist(), lengths, strict=True)):
         parts = {
             _kind(stack, count): _hidden(stem.outputs[stack])[row, :length]
-            for height, stem in stems
-            for stack, count in height.items()
+            for stem in stems
+            for stack, count in stem.height.items()
         }
         cache.put(facts[place], parts)
 
 
 def recall_stem(
-    cache: FactCache, lm: LanguageModel, batch: TokenBatch, facts: Sequence[EncodedFact], height: dict[str, int]
+    cache: FactCache, lm: LanguageModel, batch: TokenBatch, facts: Sequence[EncodedFact], height: Height
 ) -> Stem:
     """The stem of a batch of facts that the cache holds; padded places, which nobody looks at, are zero."""
     outputs: dict[str, Any] = {}
@@ -138,14 +130,14 @@ def recall_stem(
             part = cache.get(_kind(stack, count), facts[place])
             hidden[row, : len(part)] = part
         outputs[stack] = hidden if _has_plain_blocks(lm, batch) else (hidden,)
-    return Stem(outputs)
+    return Stem(height, outputs)
 
 
 @torch.no_grad()
 def _has_plain_blocks(lm: LanguageModel, batch: TokenBatch) -> bool:
     """Whether its blocks put out a tensor; where none has run in this process yet, one token shows it."""
     if lm.plain_blocks is None:
-        with keep_stem(lm, all_blocks(lm)):
+        with fill_or_resume(lm, Stem(all_blocks(lm))):
             lm.model(**{name: ids[:1, :1] for name, ids in batch.inputs.items()})
     assert lm.plain_blocks is not None
     return lm.plain_blocks

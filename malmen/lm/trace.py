@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from malmen.data.tokens import EncodedFact, TokenBatch
+from malmen.data.tokens import TokenBatch
+from malmen.lm.hooks import hooked
 from malmen.lm.layers import LayerSpec
 from malmen.lm.losses import nll
-from malmen.runs.fact_cache import FactCache
 
 if TYPE_CHECKING:
     from malmen.lm.model import LanguageModel
@@ -25,41 +25,6 @@ class LayerTrace(NamedTuple):
 
 
 Traces = dict[str, LayerTrace]
-Cut = Callable[[Sequence[EncodedFact]], Sequence[TokenBatch]]  # facts to micro-batches
-
-
-def trace_facts(
-    lm: LanguageModel, layers: Sequence[LayerSpec], facts: Sequence[EncodedFact], tokens: str, cut: Cut,
-    cache: FactCache | None = None,
-) -> Traces:  # fmt: skip
-    """The traces of these facts, in their order; what the cache knows is not computed again."""
-    if cache is None:
-        return trace(lm, layers, cut(facts), tokens)
-    kinds = [kind for layer in layers for kind in _kinds(layer, tokens)]
-    known, fresh = cache.split(kinds, facts)
-    traced = trace(lm, layers, cut([fact for _, fact in fresh]), tokens)
-    rows: dict[int, dict[str, Tensor]] = {
-        place: {kind: cache.get(kind, fact).to(lm.device) for kind in kinds} for place, fact in known
-    }
-    for layer in layers:
-        counts = [fact.num_traced(layer.stack, tokens) for _, fact in fresh]
-        for kind, found in zip(_kinds(layer, tokens), traced[layer.name], strict=True):
-            for (place, _), part in zip(fresh, found.split(counts), strict=True):
-                rows.setdefault(place, {})[kind] = part
-    for place, fact in fresh:
-        cache.put(fact, rows[place])
-    return {layer.name: _gather(rows, _kinds(layer, tokens), traced[layer.name]) for layer in layers}
-
-
-def _kinds(layer: LayerSpec, tokens: str) -> tuple[str, str]:
-    """The names of a layer's keys and value gradients in the cache."""
-    return f"keys/{tokens}/{layer.name}", f"value_grads/{tokens}/{layer.name}"
-
-
-def _gather(rows: dict[int, dict[str, Tensor]], kinds: tuple[str, str], empty: LayerTrace) -> LayerTrace:
-    if not rows:
-        return empty
-    return LayerTrace(*(torch.cat([rows[place][kind] for place in sorted(rows)]) for kind in kinds))
 
 
 def trace(lm: LanguageModel, layers: Sequence[LayerSpec], batches: Iterable[TokenBatch], tokens: str) -> Traces:
@@ -90,15 +55,9 @@ def _trace_batch(lm: LanguageModel, layers: Sequence[LayerSpec], batch: TokenBat
 
         return hook
 
-    handles = []
-    try:
-        for layer in layers:
-            handles.append(lm.model.get_submodule(layer.name).register_forward_hook(probe(layer.name)))
-        with torch.enable_grad():
-            edit_loss = nll(lm.log_probs(batch), batch.targets)
-    finally:
-        for handle in handles:
-            handle.remove()
+    hooks = [(lm.model.get_submodule(layer.name), probe(layer.name)) for layer in layers]
+    with hooked(hooks), torch.enable_grad():
+        edit_loss = nll(lm.log_probs(batch), batch.targets)
     grads = torch.autograd.grad(edit_loss, [probes[layer.name] for layer in layers])
     masks = [batch.traced_mask(layer.stack, tokens) for layer in layers]
     return [

@@ -1,7 +1,7 @@
 """The meta-gradient as MEND computes it: hyper-network, normal equation and LM in one graph (the paper's Fig. 2).
 
-Same shifts and same gradient as `malmen.meta.meta_step`, whose memory it is compared with: here every activation of
-every edit is held at the same time.
+It gives the same shifts and gradient as `malmen.meta.meta_step`, and its memory is compared with that step's: here all
+activations of all edits are held at the same time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from malmen.data.tokens import make_batches
+from malmen.data.tokens import MetaBatch, make_batches
 from malmen.editor import Editor
 from malmen.errors import EditError
 from malmen.hypernet import HyperNetwork
@@ -20,16 +20,15 @@ from malmen.lm.losses import kl, nll
 from malmen.lm.model import LanguageModel
 from malmen.lm.overlay import edited
 from malmen.lm.trace import LayerTrace, trace
-from malmen.meta import MetaBatch
 
 
 def concatenated_backward(lm: LanguageModel, editor: Editor, batch: MetaBatch) -> None:
-    """Add ∇_θ L_meta to the gradients of θ by autograd through everything; no batches."""
+    """Add ∇_θ L_meta to the gradients of θ by autograd through one graph, without micro-batches."""
     settings = editor.config.editor
     if settings.aggregation != "least_squares" or not settings.regularisation:
         raise EditError(
-            f"one graph is built for the regularised normal equation; given are editor.aggregation="
-            f"{settings.aggregation} and editor.regularisation={settings.regularisation}"
+            "one graph needs editor.aggregation=least_squares and editor.regularisation=true; given are "
+            f"{settings.aggregation} and {settings.regularisation}"
         )
     if not batch.equivalents or not batch.unrelated:
         raise EditError("one graph needs equivalents and unrelated facts in the step; the records have none")
@@ -52,13 +51,13 @@ def concatenated_backward(lm: LanguageModel, editor: Editor, batch: MetaBatch) -
     (loss + editor.config.training.locality_coef * drift).backward()  # type: ignore[no-untyped-call]
 
 
-def _shift(net: HyperNetwork, index: int, found: LayerTrace, preserved_weight: float) -> Tensor:
+def _shift(net: HyperNetwork, index: int, traced: LayerTrace, preserved_weight: float) -> Tensor:
     """S* of a layer, with its graph; by the smaller of the two forms."""
-    members = torch.full((len(found.keys),), index, device=found.keys.device)
-    keys = found.keys.to(net.log_edit_lr)
-    pseudo_keys, scaled_grads = net(members, keys, found.value_grads)
+    members = torch.full((len(traced.keys),), index, device=traced.keys.device)
+    keys = traced.keys.to(net.log_edit_lr)
+    pseudo_keys, scaled_grads = net(members, keys, traced.value_grads)
     diffs = ((pseudo_keys * keys).sum(-1, keepdim=True) * scaled_grads).double()
-    rows, damping = found.keys.double(), net.log_damping[index].double().exp()
+    rows, damping = traced.keys.double(), net.log_damping[index].double().exp()
     if len(rows) < rows.shape[1] and net.moments is None:
         factor = torch.linalg.cholesky(rows @ rows.T + damping * torch.eye(len(rows)).to(rows))
         return torch.cholesky_solve(diffs, factor).T @ rows

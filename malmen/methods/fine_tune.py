@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from malmen.config import Config
 from malmen.data.records import Fact
 from malmen.data.tokens import EncodedFact, make_batches
-from malmen.edit_method import PlainEdit, check_facts, finite
+from malmen.edit_method import PlainEdit, UntrainedMethod, finite, require_facts
 from malmen.errors import EditError
 from malmen.lm.layers import LayerSpec, find_layers
 from malmen.lm.losses import nll
@@ -19,59 +19,51 @@ from malmen.lm.model import LanguageModel, fact_encoder
 from malmen.lm.overlay import edited, upright_weight
 
 
-class FineTune:
-    """The weights that are tuned are copies: the LM stays as it is, and the difference is the edit."""
+class FineTune(UntrainedMethod):
+    """Tunes copies of the weights: the LM stays as it is, and the difference is the edit."""
 
     def __init__(self, lm: LanguageModel, config: Config) -> None:
         self.config, self.settings = config, config.baselines.ft
         self.layers = ffn_layers(lm, self.settings.layers, self.settings.ffn)
 
-    def edit(
-        self, lm: LanguageModel, facts: Sequence[Fact], on_epoch: Callable[[int, float], None] | None = None
-    ) -> PlainEdit:
-        """Tune for some epochs; `on_epoch` hears of each with its mean loss."""
-        check_facts(facts)
+    def edit(self, lm: LanguageModel, facts: Sequence[Fact]) -> PlainEdit:
+        """Epochs of AdamW over the facts, in an order that the seed fixes."""
+        require_facts(facts)
         encoder = fact_encoder(lm, self.config.data)
         encoded = [encoder.encode(fact) for fact in facts]
-        frozen = {layer.name: _whole_weight(lm, layer.name) for layer in self.layers}
+        frozen = {layer.name: _full_weight(lm, layer.name) for layer in self.layers}
         weights = {name: weight.clone().requires_grad_() for name, weight in frozen.items()}
         optimizer = torch.optim.AdamW(
             weights.values(), lr=self.settings.lr, weight_decay=self.settings.weight_decay, fused=False
         )
         for epoch in range(self.settings.epochs):
             order = random.Random(f"ft/{self.config.seed}/{epoch}").sample(encoded, len(encoded))
-            total = 0.0
             for first in range(0, len(order), self.settings.batch_facts):
                 optimizer.zero_grad(set_to_none=True)
-                total += self._backward(lm, order[first : first + self.settings.batch_facts], weights, frozen)
+                self._backward(lm, order[first : first + self.settings.batch_facts], weights, frozen)
                 optimizer.step()
-            if on_epoch:
-                on_epoch(epoch, total / len(order))
         return PlainEdit(finite({name: (weights[name].detach() - frozen[name]).double() for name in weights}))
 
     def _backward(
         self, lm: LanguageModel, facts: Sequence[EncodedFact], weights: dict[str, Tensor], frozen: dict[str, Tensor]
-    ) -> float:
-        """Add the gradient of the mean −log p(y|x); gives the sum."""
-        total = 0.0
+    ) -> None:
+        """Add the gradient of −log p(y|x), averaged over these facts."""
         for batch in make_batches(facts, self.config.batch.token_budget, lm.pad_id):
             batch = batch.to(lm.device)
             with edited(lm, {name: weight - frozen[name] for name, weight in weights.items()}):
                 loss = nll(lm.log_probs(batch), batch.targets)
             (loss / len(facts)).backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-        return total
 
 
 def ffn_layers(lm: LanguageModel, layers: str | Sequence[str], ffn: str) -> list[LayerSpec]:
-    """The layers of a rule; `both` is both linears of each FFN."""
+    """The layers that a rule names; `both` takes both linears of each FFN."""
     ways = ("first", "second") if ffn == "both" else (ffn,)
-    found = {layer.name: layer for way in ways for layer in find_layers(lm.model, layers, way)}
-    return list(found.values())
+    by_name = {layer.name: layer for way in ways for layer in find_layers(lm.model, layers, way)}
+    return list(by_name.values())
 
 
-def _whole_weight(lm: LanguageModel, name: str) -> Tensor:
+def _full_weight(lm: LanguageModel, name: str) -> Tensor:
     weight = upright_weight(lm.model.get_submodule(name))
     if weight.numel() == 0:
-        raise EditError(f"fine-tuning needs the whole weight of {name}, but the model is sharded")
+        raise EditError(f"fine-tuning needs the full weight of {name}, but the model is sharded")
     return weight.detach().to(torch.promote_types(weight.dtype, torch.float32))

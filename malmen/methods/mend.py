@@ -12,19 +12,20 @@ import torch
 
 from malmen.config import Config, parse_config, set_key
 from malmen.editor import Editor
+from malmen.least_squares import token_residuals
 from malmen.lm.trace import Traces
 
-SETTINGS = {"aggregation": "sum", "tokens": "all"}  # what makes an editor MEND
+SETTINGS = {"aggregation": "sum", "tokens": "all"}  # the editor's
 
 
 def mend_settings(config: Config) -> dict[str, Any]:
-    """What makes this run's editor MEND."""
+    """The settings of the editor, by `section.key`, that make it MEND."""
     own = config.baselines.mend.model_dump(exclude_none=True)
     return {f"editor.{key}": value for key, value in (SETTINGS | own).items()}
 
 
 def mend_config(config: Config) -> Config:
-    """The same run with MEND in MALMEN's place."""
+    """The config that trains MEND in MALMEN's place."""
     raw = config.model_dump(mode="json")
     for key, value in mend_settings(config).items():
         set_key(raw, key, value)
@@ -39,7 +40,5 @@ def sum_residual(editor: Editor, traces: Traces) -> float:
         pseudo_keys, scaled_grads = (part.double() for part in targets)
         keys = traces[name].keys.double()
         wanted = (pseudo_keys * keys).sum(-1, keepdim=True) * scaled_grads
-        shift = scaled_grads.T @ pseudo_keys
-        missed = keys @ shift.T - wanted
-        residuals.append(missed.norm(dim=-1) / wanted.norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny))
+        residuals.append(token_residuals(keys, scaled_grads.T @ pseudo_keys, wanted))
     return float(torch.cat(residuals).mean())

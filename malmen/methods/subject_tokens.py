@@ -1,4 +1,4 @@
-"""Where a fact's subject ends in its tokens, and what the model holds there."""
+"""The position of a subject's last token, and the model's keys and hidden states there."""
 
 from __future__ import annotations
 
@@ -26,32 +26,34 @@ class Placed:
 
 
 class Places:
-    """Finds the subjects of facts, by themselves and behind a few random texts."""
+    """Locates the subjects of facts, by themselves and behind a few random texts."""
 
     def __init__(self, lm: LanguageModel, config: Config, prefixes: int, prefix_tokens: int) -> None:
         self.lm, self.encoder = lm, fact_encoder(lm, config.data)
         if not getattr(lm.tokenizer, "is_fast", False):
-            raise EditError("a subject's tokens are found by their places in the text: that needs a fast tokenizer")
+            raise EditError("MEMIT needs a fast tokenizer, which gives the place of each token in the text")
         self.prefixes = random_texts(lm, prefixes, prefix_tokens, config.seed)
 
     def of(self, fact: Fact, prefix: str = "") -> Placed:
-        """One fact behind a prefix; EditError where it has no subject, or the prompt does not hold it."""
+        """A fact behind a prefix; EditError if it has no subject, or one that is not in its prompt."""
         if not fact.subject:
             raise EditError(
                 f"MEMIT needs the subject of {fact.prompt!r}: give the row a `subject`, or rephrasings that share it"
             )
-        name = re.escape(fact.subject)  # where it is a word by itself; not every script parts words
-        found = re.search(rf"(?<!\w){name}(?!\w)", fact.prompt) or re.search(name, fact.prompt)
+        name = re.escape(fact.subject)  # as a word of its own, or anywhere: not every script separates words
+        match = re.search(rf"(?<!\w){name}(?!\w)", fact.prompt) or re.search(name, fact.prompt)
         text, special = self.encoder.prompt_text(prefix + fact.prompt)
         begin = text.find(prefix + fact.prompt)  # a chat template may trim it
-        if found is None or begin < 0:
-            raise EditError(f"the subject {fact.subject!r} does not stand in the prompt {fact.prompt!r}")
-        end = begin + len(prefix) + found.end()
+        if match is None or begin < 0:
+            raise EditError(f"the subject {fact.subject!r} is not in the prompt {fact.prompt!r}")
+        end = begin + len(prefix) + match.end()
         spans = self.lm.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)["offset_mapping"]
         position = max(index for index, (first, last) in enumerate(spans) if first < end and last > first)
         encoded = self.encoder.encode(Fact(prefix + fact.prompt, fact.answer))
         if encoded.first + 1 != len(self.encoder.prompt_ids(prefix + fact.prompt)):
-            raise EditError(f"the prompt {fact.prompt[:60]!r} … is too long for MEMIT: what is cut may be its subject")
+            raise EditError(
+                f"the prompt {fact.prompt[:60]!r} … is too long for MEMIT: truncated, it may lose its subject"
+            )
         return Placed(encoded, position)
 
     def with_prefixes(self, fact: Fact) -> list[Placed]:
@@ -61,10 +63,10 @@ class Places:
 
 @torch.no_grad()
 def random_texts(lm: LanguageModel, number: int, tokens: int, seed: int) -> list[str]:
-    """What the model writes when nothing is asked, drawn token by token; each ends with a full stop and a space."""
+    """Texts that the model writes without a prompt, drawn token by token; each ends with a full stop and a space."""
     generator = torch.Generator().manual_seed(seed)
     begin = lm.tokenizer.bos_token_id if lm.tokenizer.bos_token_id is not None else lm.tokenizer.eos_token_id or 0
-    found = []
+    texts = []
     for _ in range(number):
         ids = [int(begin)]
         for _ in range(tokens):
@@ -72,45 +74,47 @@ def random_texts(lm: LanguageModel, number: int, tokens: int, seed: int) -> list
             chances = logits.float().softmax(-1).cpu()
             ids.append(int(torch.multinomial(chances, 1, generator=generator)))
         text = " ".join(str(lm.tokenizer.decode(ids[1:], skip_special_tokens=True)).split())
-        found.append(f"{text}. ")
-    return found
+        texts.append(f"{text}. ")
+    return texts
 
 
 def keys_at(lm: LanguageModel, layer: str, placed: Sequence[Placed], token_budget: int) -> Tensor:
     """The layer's input at each subject's last token (facts, key)."""
-    return _seen(lm, lm.model.get_submodule(layer), placed, token_budget, of_input=True)
+    return _captured(lm, lm.model.get_submodule(layer), placed, token_budget, of_input=True)
 
 
 def hidden_at(lm: LanguageModel, block: int, placed: Sequence[Placed], token_budget: int) -> Tensor:
-    """The hidden state that a block puts out at each subject's last token (facts, hidden)."""
-    return _seen(lm, block_of(lm, block), placed, token_budget, of_input=False)
+    """The output of a block at each subject's last token (facts, hidden)."""
+    return _captured(lm, block_of(lm, block), placed, token_budget, of_input=False)
 
 
 def block_of(lm: LanguageModel, block: int) -> nn.Module:
-    """A decoder's block."""
+    """The decoder block of this number."""
     return lm.model.get_submodule(f"{lm.stacks['decoder']}.{block}")
 
 
 @torch.no_grad()
-def _seen(
+def _captured(
     lm: LanguageModel, module: nn.Module, placed: Sequence[Placed], token_budget: int, *, of_input: bool
 ) -> Tensor:
+    """The module's input or output at each subject's last token (facts, width), in float32 at least."""
     rows: dict[int, Tensor] = {}
-    here: list[Tensor] = []
+    captured: list[Tensor] = []
 
     def hook(_module: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
-        here.append(args[0] if of_input else output if isinstance(output, Tensor) else output[0])
+        captured.append(args[0] if of_input else output if isinstance(output, Tensor) else output[0])
 
     handle = module.register_forward_hook(hook)
     try:
-        for batch in make_batches([one.encoded for one in placed], token_budget, lm.pad_id):
-            here.clear()
+        for batch in make_batches([fact.encoded for fact in placed], token_budget, lm.pad_id):
+            captured.clear()
             lm.logits(batch.to(lm.device))
-            at = positions_in(batch, placed)
-            found = here[0].unflatten(0, (len(at), -1)) if here[0].dim() == 2 else here[0]  # as in OPT's FFN
-            found = found[torch.arange(len(at)), at]
-            found = found.to(torch.promote_types(found.dtype, torch.float32))  # their differences are what counts
-            for index, row in zip(batch.facts.tolist(), found, strict=True):
+            positions, states = positions_in(batch, placed), captured[0]
+            if states.dim() == 2:  # OPT's FFN flattens the batch
+                states = states.unflatten(0, (len(positions), -1))
+            states = states[torch.arange(len(positions)), positions]
+            states = states.to(torch.promote_types(states.dtype, torch.float32))  # differences of them are used
+            for index, row in zip(batch.facts.tolist(), states, strict=True):
                 rows[index] = row
     finally:
         handle.remove()
@@ -118,7 +122,7 @@ def _seen(
 
 
 def positions_in(batch: TokenBatch, placed: Sequence[Placed]) -> Tensor:
-    """The subjects' positions, row by row of a batch."""
+    """The positions of the subjects' last tokens, one for each row of a batch."""
     return torch.tensor([placed[index].position for index in batch.facts.tolist()])
 
 

@@ -1,8 +1,9 @@
-"""The δ of each fact: what its subject's hidden state must be moved by, for the answer to become probable."""
+"""δ of each fact: the move of its subject's hidden state that makes the answer probable."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,25 +17,23 @@ from malmen.methods.subject_tokens import Placed, Places, add_at, block_of, posi
 
 def find_values(
     lm: LanguageModel, block: int, facts: Sequence[Fact], varied: Sequence[Sequence[Placed]], places: Places,
-    before: Tensor, settings: MemitConfig, token_budget: int, on_facts: Callable[[int], None] | None = None,
+    before: Tensor, settings: MemitConfig, token_budget: int,
 ) -> Tensor:  # fmt: skip
-    """δ (facts, hidden), each by itself; `varied` are the facts behind different texts, `before` is h."""
-    found = torch.zeros_like(before)
-    for some in _parts(varied, token_budget):
-        essence = [places.of(Fact(f"{facts[index].subject} is a", "thing", facts[index].subject)) for index in some]
-        found[some] = _optimise(lm, block, [varied[index] for index in some], essence, before[some], settings)
-        if on_facts:
-            on_facts(some.stop)
-    return found
+    """δ (facts, hidden), optimised fact by fact; `varied` holds each fact behind different texts, `before` is h."""
+    deltas = torch.zeros_like(before)
+    for part in _parts(varied, token_budget):
+        essence = [places.of(Fact(f"{facts[index].subject} is a", "thing", facts[index].subject)) for index in part]
+        deltas[part] = _optimise(lm, block, [varied[index] for index in part], essence, before[part], settings)
+    return deltas
 
 
 def _parts(varied: Sequence[Sequence[Placed]], token_budget: int) -> Iterator[range]:
-    """Facts that fit the budget together with all their prefixes; at least one."""
+    """Ranges of facts that fit the budget with all their prefixes; at least one fact each."""
     first = 0
     while first < len(varied):
         stop, longest = first, 0
         while stop < len(varied):
-            longest = max(longest, *(one.encoded.length for one in varied[stop]))
+            longest = max(longest, *(placed.encoded.length for placed in varied[stop]))
             if stop > first and (stop + 1 - first) * len(varied[stop]) * longest > token_budget:
                 break
             stop += 1
@@ -46,10 +45,10 @@ def _optimise(
     lm: LanguageModel, block: int, varied: Sequence[Sequence[Placed]], essence: Sequence[Placed], before: Tensor,
     settings: MemitConfig,
 ) -> Tensor:  # fmt: skip
-    flat = [one for some in varied for one in some]
-    owners = torch.tensor([index for index, some in enumerate(varied) for _ in some])
-    (batch,) = _one_batch(lm, [one.encoded for one in flat])
-    (about,) = _one_batch(lm, [_last_only(one) for one in essence])
+    flat = [placed for variants in varied for placed in variants]
+    owners = torch.tensor([index for index, variants in enumerate(varied) for _ in variants])
+    batch = _one_batch(lm, [placed.encoded for placed in flat])
+    about = _one_batch(lm, [_last_only(placed) for placed in essence])
     kept = _log_probs(lm, block, about, essence, None).detach()
     sizes = before.norm(dim=-1)
     deltas = torch.zeros_like(before, requires_grad=True)  # float32 at least, see hidden_at
@@ -58,7 +57,7 @@ def _optimise(
     weights = _weights(batch, flat, owners, varied).to(lm.device)
     owner_of_token = owners.to(lm.device)[batch.fact_of(batch.answer_mask)]
     order = about.facts.argsort()  # rows of a batch are sorted by length; δ is by fact
-    open_ = torch.ones(len(before), dtype=torch.bool, device=before.device)  # facts whose answer is not probable yet
+    unfinished = torch.ones(len(before), dtype=torch.bool, device=before.device)  # (facts,)
     for _ in range(settings.steps):
         optimizer.zero_grad(set_to_none=True)
         log_probs = _log_probs(lm, block, batch, flat, deltas[rows])
@@ -69,21 +68,21 @@ def _optimise(
         nll = torch.zeros_like(decay).index_add(0, owner_of_token, -weights * right)
         losses = nll + settings.kl_coef * drift[order] + settings.weight_decay * decay
         losses.sum().backward()  # type: ignore[no-untyped-call]
-        open_ &= losses.detach() >= settings.enough
-        if not bool(open_.any()):
+        unfinished &= losses.detach() >= settings.enough
+        if not bool(unfinished.any()):
             break
         before_step = deltas.detach().clone()
         optimizer.step()
-        with torch.no_grad():  # back into the ball around h; what is good enough stays where it is
+        with torch.no_grad():  # back into the ball around h; a fact that is good enough keeps its δ
             deltas *= (settings.clamp * sizes / deltas.norm(dim=-1).clamp(min=1e-12)).clamp(max=1)[:, None]
-            deltas[~open_] = before_step[~open_]
+            deltas[~unfinished] = before_step[~unfinished]
     return deltas.detach()
 
 
 def _weights(batch: TokenBatch, flat: Sequence[Placed], owners: Tensor, varied: Sequence[Sequence[Placed]]) -> Tensor:
-    """Of each answer token: one fact's tokens, over all its prefixes, have the weight 1 together."""
-    places = batch.fact_of(batch.answer_mask).tolist()
-    return torch.tensor([1 / (len(flat[at].encoded.targets) * len(varied[int(owners[at])])) for at in places])
+    """The weight of each answer token: those of a fact, over all its prefixes, sum to 1."""
+    rows = batch.fact_of(batch.answer_mask).tolist()
+    return torch.tensor([1 / (len(flat[row].encoded.targets) * len(varied[int(owners[row])])) for row in rows])
 
 
 def _log_probs(
@@ -99,11 +98,12 @@ def _log_probs(
         handle.remove()
 
 
-def _one_batch(lm: LanguageModel, encoded: Sequence[EncodedFact]) -> list[TokenBatch]:
-    return [batch.to(lm.device) for batch in make_batches(encoded, 10**12, lm.pad_id)]
+def _one_batch(lm: LanguageModel, encoded: Sequence[EncodedFact]) -> TokenBatch:
+    (batch,) = make_batches(encoded, sys.maxsize, lm.pad_id)
+    return batch.to(lm.device)
 
 
-def _last_only(one: Placed) -> EncodedFact:
-    """The prompt alone, of which the last position counts."""
-    prompt = one.encoded.input_ids[: one.encoded.first + 1]
+def _last_only(placed: Placed) -> EncodedFact:
+    """The prompt alone; only its last position counts."""
+    prompt = placed.encoded.input_ids[: placed.encoded.first + 1]
     return EncodedFact(prompt, len(prompt) - 1, [0])

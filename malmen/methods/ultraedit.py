@@ -6,6 +6,7 @@ d = −η ‖û‖² ĝ, with û and ĝ normalised, and the shift solves the dam
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,10 +15,10 @@ from torch import Tensor
 
 from malmen.config import Config
 from malmen.data.records import Fact
-from malmen.edit_method import PlainEdit, check_facts, finite
+from malmen.edit_method import PlainEdit, UntrainedMethod, finite, require_facts
 from malmen.errors import EditError
 from malmen.hypernet import RunningNorm, Statistics
-from malmen.least_squares import NormalEquation
+from malmen.least_squares import NormalEquation, token_residuals
 from malmen.lm.layers import find_layers
 from malmen.lm.model import LanguageModel, encode_batches
 from malmen.lm.trace import LayerTrace, trace
@@ -25,13 +26,13 @@ from malmen.lm.trace import LayerTrace, trace
 
 @dataclass
 class SeenTokens:
-    """The statistics that go on from edit to edit, by layer."""
+    """Running statistics of keys and value gradients, by layer; a series of edits shares them."""
 
     norms: dict[str, RunningNorm] = field(default_factory=dict)
 
-    def normalise(self, layer: str, found: LayerTrace) -> tuple[Tensor, Tensor]:
-        """Take these tokens in, and give them normalised: û (tokens, key), ĝ (tokens, value); float64."""
-        rows = torch.cat(found, dim=-1).double()
+    def normalise(self, layer: str, traced: LayerTrace) -> tuple[Tensor, Tensor]:
+        """Merge these tokens into the statistics and normalise them: û (tokens, key), ĝ (tokens, value); float64."""
+        rows = torch.cat(traced, dim=-1).double()
         norm = self.norms.setdefault(layer, RunningNorm(1, rows.shape[1]).to(rows.device))
         norm.merge(0, Statistics.of(rows))
         if float(norm.count[0]) < 2:
@@ -40,28 +41,34 @@ class SeenTokens:
                 "baselines.ultraedit.tokens=all"
             )
         members = torch.zeros(len(rows), dtype=torch.long, device=rows.device)
-        keys, grads = norm(members, rows).split((found.keys.shape[1], found.value_grads.shape[1]), dim=-1)
+        keys, grads = norm(members, rows).split((traced.keys.shape[1], traced.value_grads.shape[1]), dim=-1)
         return keys, grads
 
 
-class UltraEdit:
-    """Needs the model alone."""
+class UltraEdit(UntrainedMethod):
+    """Needs nothing but the model."""
 
     def __init__(self, lm: LanguageModel, config: Config) -> None:
         self.config, self.settings = config, config.baselines.ultraedit
         self.layers = find_layers(lm.model, self.settings.layers, self.settings.ffn)
+        self.seen: SeenTokens | None = None  # None: every edit begins with fresh statistics
+
+    def for_rounds(self) -> UltraEdit:
+        """A copy whose statistics continue from edit to edit."""
+        series = copy.copy(self)
+        series.seen = SeenTokens()
+        return series
 
     @torch.no_grad()
-    def edit(self, lm: LanguageModel, facts: Sequence[Fact], seen: SeenTokens | None = None) -> PlainEdit:
-        """One round; with `seen` the statistics of earlier rounds go on, without they are of these facts alone."""
-        check_facts(facts)
-        seen = seen or SeenTokens()
+    def edit(self, lm: LanguageModel, facts: Sequence[Fact]) -> PlainEdit:
+        """One solve, with statistics of these facts alone or, in rounds, of all facts so far."""
+        require_facts(facts)
+        seen = SeenTokens() if self.seen is None else self.seen
         traces = trace(lm, self.layers, encode_batches(lm, facts, self.config), self.settings.tokens)
         shifts, residuals = {}, []
-        for name, found in traces.items():
-            keys, grads = seen.normalise(name, found)
+        for name, traced in traces.items():
+            keys, grads = seen.normalise(name, traced)
             diffs = -self.settings.edit_lr * keys.square().sum(-1, keepdim=True) * grads
-            shifts[name] = NormalEquation.of(found.keys, diffs).solve(self.settings.damping).shift
-            missed = found.keys.double() @ shifts[name].T - diffs
-            residuals.append(missed.norm(dim=-1) / diffs.norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny))
+            shifts[name] = NormalEquation.of(traced.keys, diffs).solve(self.settings.damping).shift
+            residuals.append(token_residuals(traced.keys.double(), shifts[name], diffs))
         return PlainEdit(finite(shifts), float(torch.cat(residuals).mean()))

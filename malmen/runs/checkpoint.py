@@ -22,7 +22,7 @@ from malmen.editor import Editor
 from malmen.errors import EditError
 from malmen.lm.layers import LayerSpec
 from malmen.metrics import score
-from malmen.runs.checkpoint_files import (
+from malmen.runs.checkpoint_lookup import (
     FORMAT,
     best_of,
     latest_checkpoint,

@@ -10,7 +10,7 @@ from typing import Any
 
 from malmen.config import Config, parse_config
 from malmen.errors import EditError
-from malmen.runs.checkpoint_files import latest_checkpoint, read_config, read_state
+from malmen.runs.checkpoint_lookup import latest_checkpoint, read_config, read_state
 from malmen.runs.files import atomic_file, sync
 from malmen.runs.storage import RunStore
 

@@ -26,7 +26,7 @@ def edit(
 ) -> None:
     """Apply facts from a file: one change of weights for all of them, reported fact by fact and saved."""
     from malmen.data.readers import read_records
-    from malmen.data.sampling import check_facts
+    from malmen.data.splits import check_encodable
     from malmen.data.subjects import edits_of
     from malmen.evaluate import evaluate
     from malmen.lm.model import fact_encoder
@@ -42,7 +42,7 @@ def edit(
     _refuse_contradictions(records)
     loaded = load_method(method, editor, config, overrides or [], model)
     lm, settings = loaded.lm, loaded.config
-    check_facts(fact_encoder(lm, settings.data), records)
+    check_encodable(fact_encoder(lm, settings.data), records)
     with err.status(f"editing {len(records)} facts"):
         solved = loaded.method.edit(lm, edits_of(records))
     with err.status("measuring"):
@@ -80,7 +80,7 @@ def evaluate(
 ) -> None:
     """Edit held-out records at once and measure ES, GS, LS and what goes with them."""
     from malmen.data.readers import read_records
-    from malmen.data.sampling import validation_records
+    from malmen.data.splits import validation_records
     from malmen.platform.cli.method_options import load_method
     from malmen.platform.cli.output import err, print_json, scores_footer, scores_table, spread_table
     from malmen.platform.cli.output import out as console

@@ -69,7 +69,7 @@ def train(
 
 
 def _train_local(settings: Config, out: str, resume: bool, _address: str | None, as_json: bool) -> None:
-    from malmen.data.sampling import validation_records
+    from malmen.data.splits import validation_records
     from malmen.platform.cli.output import err, show_training, training_progress
     from malmen.training import evaluate_editor
     from malmen.training import train as run_training
@@ -88,7 +88,7 @@ def _train_platform(settings: Config, out: str, resume: bool, address: str | Non
     from malmen.platform.cli.output import show_training, training_progress
     from malmen.platform.train import Listener
     from malmen.platform.train import train as run_training
-    from malmen.runs.checkpoint_files import best_checkpoint
+    from malmen.runs.checkpoint_lookup import best_checkpoint
 
     with training_progress(settings.training.steps) as progress:
         listener = Listener(progress.step, progress.evaluation, progress.event)

@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from malmen.config import load_config
-from malmen.data.sampling import validation_records
+from malmen.data.splits import validation_records
 from malmen.data.world import NUM_HELD_OUT, NUM_SUBJECTS, RELATIONS
 from malmen.evaluate import Evaluation, FactReport
 from malmen.lm.model import load_lm

@@ -6,17 +6,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from malmen.config import Config
 from malmen.data.tokens import EncodedFact
 from malmen.editor import Editor, HypernetRows
 from malmen.hypernet import Statistics
-from malmen.least_squares import DualSolution, NormalEquation, is_dual, solve_least_squares
+from malmen.least_squares import DualSolution, PrimalSolution, is_dual
 from malmen.lm.layers import LayerSpec
 from malmen.lm.trace import LayerTrace, Traces
 from malmen.platform.plan.meter import Cost, Meter
-from malmen.shards import PartOfDual, Share, SolvedShard, divide
+from malmen.shards import PartOfDual, ProcessGroupShards, Share, SolvedShard, divide, find_members
 
 _BATCHES = 3  # of the hyper-network that are rehearsed, at most
 
@@ -78,14 +78,15 @@ def rehearse_hypernet(
     counts = {layer.name: sum(fact.num_traced(layer.stack, config.editor.tokens) for fact in edits) for layer in layers}
     sizes = {layer.name: layer.key_size + layer.value_size for layer in layers}
     plan = divide([layer.name for layer in layers], config.cluster.hypernet_actors)
-    shares = max(plan, key=lambda some: sum(_rows(share, counts) * sizes[share.layer] for share in some))
+    work = [sum(_rows(share, counts) * sizes[share.layer] for share in shares) for shares in plan]
+    busiest = work.index(max(work))
     with torch.device("meta"):
         editor = _Rehearsed(layers, config)
-    editor.shards = _Shards(counts, {name: sum(name in _layers(some) for some in plan) for name in counts})
+    editor.shards = _Shards(plan, counts, busiest)
     found = RehearsedHypernet()
     found.theta, found.norms = _bytes(editor.parameters()), _bytes(editor.buffers())
     found.adam = 2 * found.theta + 4 * len(list(editor.parameters()))  # Adam's own count of steps
-    _rehearse(editor, found, {share.layer: _rows(share, counts) for share in shares}, dtype)
+    _rehearse(editor, found, {share.layer: _rows(share, counts) for share in plan[busiest]}, dtype)
     found.costs["adam"] = Cost(touched=10.0 * found.theta, calls=8.0 * len(list(editor.parameters())))
     return found
 
@@ -143,11 +144,15 @@ class _Rehearsed(Editor):
         return {layer.name: 1.0 for layer in self.layers}
 
 
-class _Shards:
+class _Shards(ProcessGroupShards):
     """The other editors, as far as memory goes: what they send is there, whatever it is."""
 
-    def __init__(self, counts: Mapping[str, int], holders: Mapping[str, int]) -> None:
-        self.counts, self.holders = counts, holders
+    def __init__(self, plan: Sequence[Sequence[Share]], counts: Mapping[str, int], world_rank: int) -> None:
+        self.members, self.world_rank = find_members(plan), world_rank
+        self.counts = {
+            layer: [_rows(share, counts) for shares in plan for share in shares if share.layer == layer]
+            for layer in self.members
+        }
         self.kept = self.gathered = self.pullbacks = 0
         self.forms: set[str] = set()
 
@@ -158,43 +163,38 @@ class _Shards:
     def solve(
         self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float, preserved: Tensor | None
     ) -> SolvedShard:
-        """As `ProcessGroupShards` does it."""
-        count, key_size, value_size = self.counts[layer], keys.shape[1], value_diffs.shape[1]
-        dual = is_dual(count, key_size, preserved is not None)
-        size = count if dual else key_size
-        self.kept += 8 * size * (size + (value_size if dual else 0))  # the factor, and the dual's weights
-        self.pullbacks += 8 * size * value_size
-        self.forms.add("dual" if dual else "primal")
-        if self.holders[layer] == 1:
-            return solve_least_squares(keys, value_diffs, damping, preserved)
-        if dual:
-            all_keys, all_diffs = (part.new_empty(count, part.shape[1]) for part in (keys, value_diffs))
-            self.gathered += _bytes((all_keys, all_diffs))
-            self.kept += _bytes((all_keys,))
-            return PartOfDual(DualSolution.of(all_keys, all_diffs, damping), all_keys, slice(0, len(keys)))
-        equation = NormalEquation.of(keys, value_diffs)
-        self.gathered += _bytes((equation.gram, equation.cross))
-        return equation.solve(damping, preserved)
+        """As the actor does it; what stays for the way back is counted."""
+        solved = super().solve(layer, keys, value_diffs, damping, preserved)
+        solution = solved.solution if isinstance(solved, PartOfDual) else solved
+        assert isinstance(solution, PrimalSolution | DualSolution)
+        kept = [solution.factor]
+        if isinstance(solution, DualSolution):
+            kept.append(solution.weights)
+        if isinstance(solved, PartOfDual):
+            kept.append(solved.all_keys)
+        self.kept += _bytes(kept)
+        self.pullbacks += solution.factor.element_size() * len(solution.factor) * value_diffs.shape[1]
+        self.forms.add("dual" if isinstance(solution, DualSolution) else "primal")
+        return solved
 
-    def sum_shift(self, layer: str, shift: Tensor) -> Tensor:
+    def count_tokens(self, layer: str, _mine: int) -> list[int]:
+        """As the plan divides them."""
+        return self.counts[layer]
+
+    def gather_rows(self, _layer: str, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """As much memory as the rows of all."""
+        received = rows.new_empty(sum(counts), rows.shape[1])
+        self.gathered += _bytes([received])
+        return received
+
+    def sum_tensor(self, _layer: str, tensor: Tensor) -> None:
         """One's own is as large as the sum."""
-        return shift
-
-    def leads(self, layer: str) -> bool:
-        """It might."""
-        return True
-
-    def sum_grads(self, parameters: Iterable[nn.Parameter]) -> None:
-        """In place."""
+        self.gathered += _bytes([tensor])
 
 
 def _rows(share: Share, counts: Mapping[str, int]) -> int:
     rows = share.rows(counts[share.layer])
     return rows.stop - rows.start
-
-
-def _layers(shares: Iterable[Share]) -> set[str]:
-    return {share.layer for share in shares}
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

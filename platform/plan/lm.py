@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -12,19 +13,17 @@ from torch import Tensor, nn
 
 from malmen.config import Config
 from malmen.data.tokens import EncodedFact, TokenBatch, make_batches
+from malmen.lm.hooks import hooked, replaced_forward
 from malmen.lm.layers import LayerSpec, find_layers
-from malmen.lm.losses import kl, nll
 from malmen.lm.model import LanguageModel
-from malmen.lm.overlay import edited
-from malmen.lm.stem import keep_stem, resume_stem, stem_blocks
-from malmen.lm.trace import trace
-from malmen.meta import make_leaves
+from malmen.lm.stem import stem_blocks
+from malmen.lm_side import LMSide
 from malmen.platform.plan.data import StepFacts
 from malmen.platform.plan.meter import Cost, Meter
 from malmen.platform.plan.shapes import find_skeleton
 
 _LIVE = 10**9  # parameters that DeepSpeed keeps gathered at most (stage3_max_live_parameters, its default)
-_SOME = 256  # facts that are put into micro-batches, at least
+_SAMPLE = 256  # facts that are put into micro-batches, at least: more only make more of the same
 
 
 @dataclass(frozen=True)
@@ -104,25 +103,51 @@ def cache_bytes(config: Config, planned: PlannedLM, facts: StepFacts) -> int:
 
 
 def rehearse_lm(config: Config, planned: PlannedLM, facts: StepFacts, device: str = "cpu") -> RehearsedLM:
-    """Trace and meta loss of one worker, with the largest micro-batch of each role."""
-    lm, layers, found = planned.lm, planned.layers, RehearsedLM()
-    batches = {role: _largest(some, config, found) for role, some in facts.roles.items()}
+    """Trace and meta loss of one worker, with the largest micro-batch of each kind of facts."""
+    lm, layers, rehearsed = planned.lm, planned.layers, RehearsedLM()
     meter = Meter(*lm.model.parameters(), *lm.model.buffers())
+    side = _RehearsedSide(config, planned, meter, rehearsed)
     with _one_block_for_all(lm, layers, meter):
-        _trace(meter, found.costs, lm, layers, batches["edits"], config)
-        found.trace_peak, meter.peak = meter.peak, meter.held
+        with meter.stage(rehearsed.costs, "trace"):
+            side.trace(facts.edits)
+        rehearsed.trace_peak, meter.peak = meter.peak, meter.held
         with meter if device == "cpu" else nullcontext():  # they come from the actors into the host's memory
             shifts = {layer.name: torch.empty(layer.value_size, layer.key_size, device="meta") for layer in layers}
         with meter:
-            leaves = make_leaves(lm, shifts)
-        _generalization(meter, found.costs, lm, leaves, batches["equivalents"])
-        if batches["unrelated"]:
-            _locality(meter, found.costs, lm, layers, leaves, batches["unrelated"])
-    found.meta_peak, found.small_peak = meter.peak, meter.small_peak
-    return found
+            leaves = side.make_leaves(shifts)
+        with meter.stage(rehearsed.costs, "meta_loss"):
+            side.generalization_backward(leaves, facts.equivalents)
+        with meter.stage(rehearsed.costs, "meta_loss"):
+            side.locality_backward(leaves, facts.unrelated)
+    rehearsed.meta_peak, rehearsed.small_peak = meter.peak, meter.small_peak
+    return rehearsed
 
 
-# --- stages ------------------------------------------------------------------------------------------
+class _RehearsedSide(LMSide):
+    """An LM worker's work without numbers. Of its micro-batches the largest runs, and counts for all."""
+
+    def __init__(self, config: Config, planned: PlannedLM, meter: Meter, rehearsed: RehearsedLM) -> None:
+        super().__init__(planned.lm, planned.layers, config)
+        self.meter, self.rehearsed = meter, rehearsed
+
+    def share(self, facts: Sequence[EncodedFact]) -> Sequence[EncodedFact]:
+        """The largest that a worker has."""
+        return facts[: -(-len(facts) // self.config.cluster.lm_workers)]
+
+    def cut(self, facts: Sequence[EncodedFact]) -> list[TokenBatch]:
+        """The largest micro-batch; the meter's weight is how many of its size all facts amount to."""
+        if not facts:
+            return []
+        budget = self.config.batch.token_budget
+        sample = facts[: max(_SAMPLE, 4 * budget // min(fact.length for fact in facts))]
+        batches, more = make_batches(sample, budget, 0), len(facts) / len(sample)
+        sizes = [sum(mask.numel() for mask in batch.masks.values()) for batch in batches]
+        largest = batches[sizes.index(max(sizes))]
+        self.meter.weight = more * sum(sizes) / max(sizes)
+        self.rehearsed.micro_batches += round(len(batches) * more)
+        shape = (len(largest.facts), sum(mask.shape[1] for mask in largest.masks.values()))
+        self.rehearsed.largest = max(self.rehearsed.largest, shape, key=math.prod)
+        return [_shapes(largest)]
 
 
 class _Places(tuple[Tensor, Tensor]):
@@ -147,30 +172,6 @@ class _Rehearsed(TokenBatch):
         return torch.zeros_like(mask[0])
 
 
-@dataclass(frozen=True)
-class _Largest:
-    """The largest micro-batch of a role, and how many of its size the worker's share amounts to."""
-
-    batch: TokenBatch
-    times: float
-
-
-def _largest(facts: Sequence[EncodedFact], config: Config, found: RehearsedLM) -> _Largest | None:
-    share = facts[: -(-len(facts) // config.cluster.lm_workers)]
-    if not share:
-        return None
-    budget = config.batch.token_budget
-    some = share[: max(_SOME, 4 * budget // min(fact.length for fact in share))]  # more only make more of the same
-    batches = make_batches(some, budget, 0)
-    more = len(share) / len(some)
-    sizes = [sum(mask.numel() for mask in batch.masks.values()) for batch in batches]
-    biggest = batches[sizes.index(max(sizes))]
-    found.micro_batches += round(len(batches) * more)
-    shape = (len(biggest.facts), sum(mask.shape[1] for mask in biggest.masks.values()))
-    found.largest = max(found.largest, shape, key=lambda one: one[0] * one[1])
-    return _Largest(_shapes(biggest), more * sum(sizes) / max(sizes))
-
-
 def _shapes(batch: TokenBatch) -> TokenBatch:
     def places(mask: Tensor) -> Any:
         one = torch.zeros(int(mask.sum()), dtype=torch.long, device="meta")
@@ -183,55 +184,27 @@ def _shapes(batch: TokenBatch) -> TokenBatch:
     return _Rehearsed(inputs, places(batch.answer_mask), batch.targets.to("meta"), batch.facts.to("meta"), masks)
 
 
-def _trace(
-    meter: Meter, costs: dict[str, Cost], lm: LanguageModel, layers: list[LayerSpec], largest: _Largest | None,
-    config: Config,
-) -> None:  # fmt: skip
-    assert largest is not None
-    with meter.stage(costs, "trace", largest.times):
-        trace(lm, layers, [largest.batch], config.editor.tokens)
-
-
-def _generalization(
-    meter: Meter, costs: dict[str, Cost], lm: LanguageModel, leaves: Mapping[str, Tensor], largest: _Largest | None
-) -> None:
-    """As malmen.meta does it."""
-    assert largest is not None
-    with meter.stage(costs, "meta_loss", largest.times), edited(lm, leaves):
-        nll(lm.log_probs(largest.batch), largest.batch.targets).backward()  # type: ignore[no-untyped-call]
-
-
-def _locality(
-    meter: Meter, costs: dict[str, Cost], lm: LanguageModel, layers: list[LayerSpec], leaves: Mapping[str, Tensor],
-    largest: _Largest,
-) -> None:  # fmt: skip
-    """As malmen.meta does it."""
-    blocks, batch = stem_blocks(lm, layers), largest.batch
-    with meter.stage(costs, "meta_loss", largest.times):
-        with torch.no_grad(), keep_stem(lm, blocks) as stem:
-            reference = lm.log_probs(batch)
-        with edited(lm, leaves), resume_stem(lm, blocks, stem):
-            kl(reference, lm.log_probs(batch)).backward()  # type: ignore[no-untyped-call]
-
-
 @contextmanager
 def _one_block_for_all(lm: LanguageModel, layers: list[LayerSpec], meter: Meter) -> Iterator[None]:
     """Of the blocks below every edit, which are alike, the first runs and counts for all: the others hand it on."""
     with ExitStack() as undo:
         for stack, count in stem_blocks(lm, layers).items():
             blocks = cast(nn.ModuleList, lm.model.get_submodule(lm.stacks[stack]))
-            output: dict[str, Any] = {}
+            outputs: list[Any] = []
 
             def begin(*_: Any, _count: int = count) -> None:
-                meter.weight = _count
+                meter.weight *= _count
 
-            def end(_module: nn.Module, _args: Any, result: Any, _output: dict[str, Any] = output) -> None:
-                meter.weight = 1.0
-                _output["kept"] = result
+            def end(
+                _module: nn.Module, _args: Any, output: Any, _outputs: list[Any] = outputs, _count: int = count
+            ) -> None:
+                meter.weight /= _count
+                _outputs[:] = [output]
 
-            undo.callback(blocks[0].register_forward_pre_hook(begin).remove)
-            undo.callback(blocks[0].register_forward_hook(end).remove)
-            for block in blocks[1:count]:
-                block.__dict__["forward"] = lambda *_, _output=output, **__: _output["kept"]
-                undo.callback(block.__dict__.pop, "forward")
+            def hand_on(*_: Any, _outputs: list[Any] = outputs, **__: Any) -> Any:
+                return _outputs[0]
+
+            undo.enter_context(hooked([(blocks[0], begin)], before=True))
+            undo.enter_context(hooked([(blocks[0], end)]))
+            undo.enter_context(replaced_forward([(block, hand_on) for block in blocks[1:count]]))
         yield

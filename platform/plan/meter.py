@@ -26,6 +26,7 @@ HOARDED = 32 * 2**20  # glibc's largest mmap threshold: freed blocks up to it st
 _aten = torch.ops.aten
 _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
 _ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+_IN_PLACE = {_aten.addmm_: _aten.addmm, _aten.baddbmm_: _aten.baddbmm}  # products that torch's registry does not know
 
 
 @dataclass
@@ -38,11 +39,6 @@ class Cost:
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(self.flops + other.flops, self.touched + other.touched, self.calls + other.calls)
-
-    def times(self, factor: float) -> Cost:
-        """The same work so often."""
-        flops = Counter({dtype: round(count * factor) for dtype, count in self.flops.items()})
-        return Cost(flops, self.touched * factor, self.calls * factor)
 
     @property
     def total_flops(self) -> int:
@@ -102,13 +98,13 @@ class Meter(TorchDispatchMode):
         self.peak, self.small_peak = max(self.peak, self.held), max(self.small_peak, self.small)
 
     @contextmanager
-    def stage(self, costs: dict[str, Cost], name: str, factor: float = 1.0) -> Iterator[None]:
-        """What runs inside costs so much, so often."""
+    def stage(self, costs: dict[str, Cost], name: str) -> Iterator[None]:
+        """What runs inside is added to the cost of a stage."""
         before, self.cost = self.cost, Cost()
         with self, Attention():
             yield
-        costs[name] = costs.get(name, Cost()) + self.cost.times(factor)
-        self.cost = before + self.cost
+        costs[name] = costs.get(name, Cost()) + self.cost
+        self.cost, self.weight = before + self.cost, 1.0
 
 
 class Attention(TorchFunctionMode):
@@ -141,6 +137,7 @@ def _healthy(scalar: Tensor) -> bool | int | float:
 
 def _flops(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> float:
     packet = func.overloadpacket
+    packet = _IN_PLACE.get(packet, packet)
     if packet in flop_registry:
         return float(flop_registry[packet](*args, **kwargs, out_val=out))
     if packet is _aten.linalg_cholesky_ex:

@@ -12,7 +12,7 @@ from malmen.config import Config, TrackingConfig
 from malmen.errors import EditError, UsageError
 from malmen.platform.tracking.store import clear_errors, connect, redact_credentials, safe_name
 from malmen.platform.tracking.tracker import tracking_uri
-from malmen.runs.checkpoint_files import latest_checkpoint, read_state
+from malmen.runs.checkpoint_lookup import latest_checkpoint, read_state
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from malmen.errors import EditError
-from malmen.runs.checkpoint_files import BEST, read_json, read_state
+from malmen.runs.checkpoint_lookup import BEST, read_json, read_state
 from malmen.runs.files import atomic_file, atomic_folder
 from malmen.runs.storage import STATE_FILE, RunStore
 from malmen.serve.ledger.opening import find_editor, weights_hash

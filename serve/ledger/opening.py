@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 from malmen.errors import EditError
-from malmen.runs.checkpoint_files import latest_checkpoint, read_state
+from malmen.runs.checkpoint_lookup import latest_checkpoint, read_state
 from malmen.runs.storage import RunStore
 from malmen.serve.ledger.ledger import Ledger
 from malmen.serve.settings import ServeConfig

@@ -12,10 +12,10 @@ from tiny_models import Setup, make_setup, random_facts
 from torch import Tensor
 from torch.testing import assert_close
 
-from malmen.data.tokens import EncodedFact, make_batches
+from malmen.data.tokens import EncodedFact, MetaBatch, make_batches
 from malmen.errors import EditError
 from malmen.lm.trace import Traces, trace
-from malmen.meta import MetaBatch, meta_backward
+from malmen.lm_side import LMSide
 from malmen.methods.mend import SETTINGS as MEND
 
 pytestmark = pytest.mark.usefixtures("exact")
@@ -34,10 +34,8 @@ def staged_gradient(setup: Setup, batch: MetaBatch) -> tuple[dict[str, Tensor], 
     traces = trace(lm, editor.layers, make_batches(batch.edits, budget, 0), editor.config.editor.tokens)
     editor.observe(traces)
     solved = editor.solve(traces, training=True)
-    leaves = {name: shift.requires_grad_() for name, shift in solved.shifts.items()}
-    scales = (1 / len(batch.equivalents), 1 / len(batch.unrelated))
-    meta_backward(lm, editor.layers, leaves, batch, scales, 0.7, lambda facts: make_batches(facts, budget, 0), {})
-    editor.backward(solved, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None})
+    _, shift_grads = LMSide(lm, editor.layers, editor.config).meta_backward(0, batch, solved.shifts)
+    editor.backward(solved, shift_grads)
     grads = {name: value.grad for name, value in editor.named_parameters() if value.grad is not None}
     return {name: shift.detach() for name, shift in solved.shifts.items()}, grads
 

@@ -7,8 +7,7 @@ import torch
 from plain import plain_log_probs
 from small_runs import make_config
 
-from malmen.data.records import EditRecord, Fact
-from malmen.data.sampling import unrelated_to_all
+from malmen.data.records import EditRecord, Fact, unrelated_to_all
 from malmen.data.world import world_records
 from malmen.evaluate import _ends, evaluate, predict_tokens, shift_ratio
 from malmen.lm.layers import find_layers

@@ -7,11 +7,11 @@ from tiny_models import Setup, make_setup, random_facts
 from torch import Tensor
 from untouched import digest
 
-from malmen.data.tokens import EncodedFact, make_batches
+from malmen.data.tokens import EncodedFact, MetaBatch, make_batches
 from malmen.errors import EditError
 from malmen.lm.model import LanguageModel
 from malmen.lm.trace import trace
-from malmen.meta import MetaBatch, StepReport, meta_step
+from malmen.meta import StepReport, meta_step
 
 
 def _batch(setup: Setup) -> MetaBatch:

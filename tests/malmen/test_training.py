@@ -18,7 +18,7 @@ from malmen.errors import EditError
 from malmen.lm.model import LanguageModel, load_lm
 from malmen.metrics import score
 from malmen.runs.checkpoint import load_editor
-from malmen.runs.checkpoint_files import read_state
+from malmen.runs.checkpoint_lookup import read_state
 from malmen.runs.run_folder import RunFolder
 from malmen.runs.storage import RunStore
 from malmen.training import TrainingRun, evaluate_editor, evaluate_sets, make_editor, train

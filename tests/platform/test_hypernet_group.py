@@ -11,12 +11,13 @@ from platform_runs import make_platform_config
 from torch.testing import assert_close
 
 from malmen.config import Config
-from malmen.data.sampling import Sampler, training_records
-from malmen.data.tokens import make_batches
+from malmen.data.sampling import Sampler
+from malmen.data.splits import training_records
 from malmen.errors import EditError
 from malmen.lm.layers import LayerSpec, find_layers
 from malmen.lm.model import LanguageModel, fact_encoder, load_lm
-from malmen.lm.trace import Traces, trace_facts
+from malmen.lm.trace import Traces
+from malmen.lm_side import LMSide
 from malmen.platform.hypernet_actor import EVALUATION
 from malmen.platform.hypernet_group import HypernetGroup
 from malmen.platform.wire import to_tensor
@@ -27,8 +28,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
 def _traces(lm: LanguageModel, layers: list[LayerSpec], config: Config, step: int) -> Traces:
     batch = Sampler(config, fact_encoder(lm, config.data), training_records(config)).batch(step)
-    cut = lambda facts: make_batches(facts, 1000, lm.pad_id)  # noqa: E731
-    return trace_facts(lm, layers, batch.edits, config.editor.tokens, cut)
+    return LMSide(lm, layers, config).trace(batch.edits)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from platform_runs import UnreadBoard, make_platform_config, train_in_turn
 from torch.testing import assert_close
 
 from malmen.config import Config
-from malmen.data.sampling import data_fingerprint, validation_records
+from malmen.data.splits import data_fingerprint, validation_records
 from malmen.editor import Editor
 from malmen.errors import EditError
 from malmen.lm.layers import find_layers
@@ -27,7 +27,7 @@ from malmen.platform.tracking.tracker import Tracker
 from malmen.platform.train import Listener, TrainedEditor, _follow, train
 from malmen.platform.train_loop import LoopSettings, Rank
 from malmen.runs.checkpoint import load_editor
-from malmen.runs.checkpoint_files import read_state
+from malmen.runs.checkpoint_lookup import read_state
 from malmen.runs.storage import RunStore
 from malmen.training import evaluate_editor
 from malmen.training import train as train_alone

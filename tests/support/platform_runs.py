@@ -19,7 +19,7 @@ from malmen.platform.hypernet_group import HypernetGroup
 from malmen.platform.lm_worker import LMWorker
 from malmen.platform.train import TrainedEditor
 from malmen.platform.train_loop import LoopSettings, Rank
-from malmen.runs.checkpoint_files import latest_checkpoint, read_state
+from malmen.runs.checkpoint_lookup import latest_checkpoint, read_state
 
 
 class UnreadBoard(Board):

@@ -17,12 +17,12 @@ from processes import start_driver, wait_until, wait_until_nobody_works
 from torch.testing import assert_close
 
 from malmen.config import Config
-from malmen.data.sampling import validation_records
+from malmen.data.splits import validation_records
 from malmen.errors import EditError, UsageError
 from malmen.lm.model import load_lm
 from malmen.platform.tracking.registry import download_editor
 from malmen.runs.checkpoint import load_editor
-from malmen.runs.checkpoint_files import latest_checkpoint
+from malmen.runs.checkpoint_lookup import latest_checkpoint
 from malmen.training import evaluate_editor
 from malmen.training import train as train_alone
 from malmen.tune.settings import SweepConfig, parse_sweep

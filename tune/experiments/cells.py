@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import malmen
+from malmen.methods.registry import METHODS
 from malmen.runs.files import atomic_file
 from malmen.tune.experiments.settings import ExperimentConfig
-from malmen.tune.experiments.variants import ROUNDS, Variant
+from malmen.tune.experiments.variants import Variant, round_methods
 
 MEMORY = "memory.json"  # the one file of `cells` that is a list, of measurements of memory
 
@@ -87,10 +88,11 @@ def cells_of(variant: Variant, seed: int, settings: ExperimentConfig, kinds: set
         numbers.add(settings.ablation_edits)
     if "recipes" in kinds and (variant.name == "malmen" or variant.name in settings.recipes):
         numbers |= set(settings.edits)
-    if "rounds" in kinds and variant.name in ROUNDS:
+    in_rounds = "rounds" in kinds and variant.name in round_methods(settings)
+    if in_rounds:
         numbers.add(settings.ablation_edits)
     for number in sorted(numbers):
         yield Cell(variant.name, seed, number)
-    if "rounds" in kinds:
-        for way in ROUNDS.get(variant.name, ()):
+    if in_rounds:
+        for way in METHODS[variant.name].rounds:
             yield Cell(variant.name, seed, settings.ablation_edits, settings.rounds, way)

@@ -10,23 +10,14 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from malmen.methods.registry import METHODS, Method
+from malmen.metrics import METRICS
 from malmen.tune.experiments.memory import WAYS
 
-PANELS = {
-    "edit_success": "ES: edits",
-    "generalization_success": "GS: rephrasings",
-    "locality_success": "LS: unrelated",
-}
-COLOURS = {
-    "malmen": "C0",
-    "mend": "C1",
-    "squares_answer": "C0",
-    "sum_answer": "C1",
-    "ft": "C2",
-    "memit": "C3",
-    "ultraedit": "C4",
-}
-MARKS = {"malmen": "o", "mend": "s", "ft": "^", "memit": "D", "ultraedit": "v"}
+_FACTS = {"edit": "edits", "equivalent": "rephrasings", "unrelated": "unrelated"}
+PANELS = {metric.name: f"{metric.label}: {_FACTS[metric.kind]}" for metric in METRICS}
+_LIKE = {"squares_answer": "malmen", "sum_answer": "mend"}  # variants of `cancellation`, drawn as these methods
+_OTHER = Method("", "", "C5", "o")  # results of a method that this version does not have
 
 
 def draw(found: dict[str, Any], folder: Path) -> list[Path]:
@@ -82,7 +73,8 @@ def _scaling(found: dict[str, Any]) -> Figure:
     for axes, (name, title) in zip(panels, PANELS.items(), strict=True):
         for variant in names:
             rows = [row for row in found["rows"] if row["variant"] == variant]
-            _band(axes, rows, name, 100, rows[0]["label"], COLOURS.get(variant, "C5"), MARKS.get(variant, "o"))
+            method = METHODS.get(variant, _OTHER)
+            _band(axes, rows, name, 100, rows[0]["label"], method.colour, method.marker)
         befores = [row[f"{name}_before"]["mean"] for row in found["rows"] if row[f"{name}_before"]]
         if befores:
             axes.axhline(100 * sum(befores) / len(befores), color="grey", linestyle=":", label="unedited")
@@ -133,7 +125,8 @@ def _cancellation(found: dict[str, Any]) -> Figure:
     figure, (axes,) = _figure(1, width=4.6)
     for variant in dict.fromkeys(row["variant"] for row in found["rows"]):
         rows = [row for row in found["rows"] if row["variant"] == variant]
-        _band(axes, rows, "mean_residual", 1, rows[0]["label"], COLOURS.get(variant, "C5"))
+        method = METHODS.get(_LIKE.get(variant, variant), _OTHER)
+        _band(axes, rows, "mean_residual", 1, rows[0]["label"], method.colour)
     axes.set_yscale("log")
     _over_edits(axes, [row["edits"] for row in found["rows"]])
     axes.set_ylabel("mean residual MR (no unit)")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-RIVALS = ("mend", "ft", "memit", "ultraedit")
+from malmen.methods.registry import METHODS
+
 SCORE = "harmonic mean of ES, GS and LS (LS as a share of the unedited model's)"
 _MANY = 32  # edits from which on MALMEN is to be ahead
 
@@ -36,7 +37,7 @@ def _ahead(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
     told = []
     for edits in sorted({row["edits"] for row in rows if row["edits"] >= _MANY}):
         mine = _mean(_find(rows, variant="malmen", edits=edits), "score")
-        others = [row for name in RIVALS if (row := _find(rows, variant=name, edits=edits))]
+        others = [row for name in METHODS if name != "malmen" and (row := _find(rows, variant=name, edits=edits))]
         asked = {row["label"]: _mean(row, "score") for row in others}
         if _find(rows, variant="malmen", edits=edits) is None or not asked:
             continue

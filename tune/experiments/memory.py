@@ -49,7 +49,8 @@ def measure_memory(config: Config, way: str, edits: int, seed: int, limit_gb: fl
 
 
 def _step(config: Config, way: str, edits: int) -> dict[str, Any]:
-    from malmen.data.sampling import Sampler, training_records
+    from malmen.data.sampling import Sampler
+    from malmen.data.splits import training_records
     from malmen.lm.model import fact_encoder, load_lm
     from malmen.meta import meta_step
     from malmen.methods.concatenated import concatenated_backward

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from malmen.config import Config
+from malmen.methods.registry import METHODS
 from malmen.runs.files import atomic_file
 from malmen.tune.experiments.cells import MEMORY, Cell, Cells
 from malmen.tune.experiments.figures import draw
 from malmen.tune.experiments.memory import WAYS
 from malmen.tune.experiments.settings import ExperimentConfig
-from malmen.tune.experiments.variants import ROUNDS, Variant, ablation, cancelling, method_variant, recipe
+from malmen.tune.experiments.variants import Variant, ablation, cancelling, method_variant, recipe, round_methods
 
 NUMBERS = (
     "edit_success", "generalization_success", "locality_success", "locality_agreement",
@@ -90,12 +91,10 @@ def _recipes(settings: ExperimentConfig, config: Config, store: Cells) -> dict[s
 
 def _rounds(settings: ExperimentConfig, config: Config, store: Cells) -> dict[str, Any]:
     rows = []
-    for name, ways in ROUNDS.items():
+    for name in round_methods(settings):
         variant = method_variant(name, config)
-        if name != "malmen" and name not in settings.methods:
-            continue
         rows.append({**_row(store, variant, settings, settings.ablation_edits), "rounds": 1, "way": "at once"})
-        for way in ways:
+        for way in METHODS[name].rounds:
             row = _row(store, variant, settings, settings.ablation_edits, rounds=settings.rounds, way=way)
             rows.append({**row, "rounds": settings.rounds, "way": way})
     return {"rows": rows}

@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayError
 
 from malmen.config import Config, absolute_paths, load_config, parse_config
-from malmen.data.sampling import check_held_out, data_fingerprint, shared_facts, training_records, validation_records
+from malmen.data.splits import check_held_out, data_fingerprint, shared_facts, training_records, validation_records
 from malmen.errors import EditError, UsageError
 from malmen.platform.cli.options import resolve_config
 from malmen.platform.cluster import connected

@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from malmen.config import Config
 from malmen.data.records import EditRecord, Fact
-from malmen.data.sampling import validation_records
+from malmen.data.splits import validation_records
 from malmen.data.subjects import edits_of
-from malmen.edit_method import EditMethod
+from malmen.edit_method import EditMethod, UntrainedMethod, finite
 from malmen.edit_set import EditSet, fact_rows
 from malmen.editor import Editor
 from malmen.errors import EditError
@@ -23,14 +22,12 @@ from malmen.evaluate import Evaluation, FactReport, evaluate
 from malmen.lm.model import LanguageModel, encode_batches, fact_encoder, load_lm
 from malmen.lm.overlay import edited
 from malmen.lm.trace import trace
-from malmen.methods.memit import Memit
 from malmen.methods.mend import sum_residual
-from malmen.methods.registry import UNTRAINED
-from malmen.methods.ultraedit import SeenTokens, UltraEdit
+from malmen.methods.registry import METHODS
 from malmen.metrics import score
 from malmen.platform.cluster import on_own_device
 from malmen.runs.checkpoint import load_editor
-from malmen.runs.checkpoint_files import read_state
+from malmen.runs.checkpoint_lookup import read_state
 from malmen.runs.files import atomic_file
 from malmen.training import check_enough, train
 from malmen.tune.experiments.cells import Cell, Cells
@@ -79,11 +76,10 @@ def check_base_model(lm: LanguageModel, folder: Path) -> None:
 def ready_method(variant: Variant, seed: int, lm: LanguageModel, folder: Path) -> tuple[EditMethod, dict[str, Any]]:
     """The method, trained where it needs to be, and what that took."""
     config = variant.seeded(seed)
-    if variant.name in UNTRAINED:
-        method = UNTRAINED[variant.name](lm, config)
-        # Its statistics of text are no part of an edit; where another seed has computed them, they took what it took.
-        seconds = method.moments(lm).seconds if isinstance(method, Memit) else 0.0
-        return method, {"training_seconds": seconds}
+    entry = METHODS.get(variant.name)
+    if entry is not None and entry.make is not None:
+        method = entry.make(lm, config)
+        return method, {"training_seconds": method.prepare(lm)}
     place = folder / "editors" / variant.run_name(seed)
     taken = place.with_name(f"{place.name}.json")
     if _is_trained(place, config):  # another variant comes to the same, or it was killed after the training
@@ -138,15 +134,13 @@ def _in_rounds(cell: Cell, lm: LanguageModel, method: EditMethod, facts: Sequenc
         for part in parts:
             held = held.changed([fact_rows(lm, method, [encoder.encode(fact) for fact in part])])
         return held.shifts()
+    editor = method.for_rounds() if isinstance(method, UntrainedMethod) else method
     shifts: dict[str, Tensor] = {}
-    seen = SeenTokens()
     for part in parts:
         with edited(lm, shifts):
-            found = method.edit(lm, part, seen) if isinstance(method, UltraEdit) else method.edit(lm, part)
-        shifts = {name: shifts[name] + shift if name in shifts else shift for name, shift in found.shifts.items()}
-    if not all(bool(torch.isfinite(shift).all()) for shift in shifts.values()):
-        raise EditError("the shifts of the rounds, added up, are not finite")
-    return shifts
+            new = editor.edit(lm, part).shifts
+        shifts = {name: shifts[name] + shift if name in shifts else shift for name, shift in new.items()}
+    return finite(shifts)
 
 
 def failures_of(evaluation: Evaluation, number: int) -> list[dict[str, Any]]:

@@ -270,7 +270,7 @@ def test_a_dict_of_splits_is_refused_with_what_to_pass():
 def test_reading_writes_nothing_to_the_home_folder_and_prints_nothing(write, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
-    program = f"from malmen.data import read_records; assert len(read_records({str(write(OWN))!r})) == 1"
+    program = f"from malmen.data.readers import read_records; assert len(read_records({str(write(OWN))!r})) == 1"
     hidden = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_"))}
     environment = hidden | {"HOME": str(home), "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=False)

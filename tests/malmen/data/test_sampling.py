@@ -1,38 +1,22 @@
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 from small_runs import make_config
 from transformers import AutoTokenizer
 
-from malmen.config import Config, DataConfig, ModelConfig
+from malmen.config import Config
 from malmen.data.records import EditRecord, Fact
-from malmen.data.sampling import (
-    Sampler,
-    check_facts,
-    check_held_out,
-    compatible_records,
-    preserved_facts,
-    training_records,
-    unrelated_to_all,
-    validation_records,
-)
+from malmen.data.sampling import Sampler, preserved_facts
+from malmen.data.splits import training_records
 from malmen.data.tokens import FactEncoder
 from malmen.data.world import world_records
 from malmen.data.world_model import WORLD_MODEL
 from malmen.errors import EditError, UsageError
 from malmen.lm.model import LanguageModel, fact_encoder
-from malmen.training import train as train_alone
 
 
 def _sampler(lm: LanguageModel, config: Config) -> Sampler:
     return Sampler(config, fact_encoder(lm, config.data), training_records(config))
-
-
-def _about(data: DataConfig, **training: object) -> Config:
-    return make_config(**training).model_copy(update={"data": data})
 
 
 def test_a_step_can_be_drawn_again_by_its_number(lm: LanguageModel) -> None:
@@ -103,34 +87,9 @@ def test_nothing_to_preserve_is_a_clear_error() -> None:
         preserved_facts(config, records)
 
 
-def test_unrelated_tuples_that_another_record_edits_are_left_out() -> None:
-    records = world_records("validation")[:200]
-    edited = {fact.prompt for record in records for fact in (record.edit, *record.equivalents)}
-    assert any(fact.prompt in edited for record in records for fact in record.unrelated)
-    assert not any(fact.prompt in edited for facts in unrelated_to_all(records) for fact in facts)
-
-
-def test_records_that_edit_the_same_prompt_do_not_meet() -> None:
-    records = world_records("validation")[:5]
-    assert compatible_records(records * 2, 8) == records
-
-
 def test_more_edits_than_records_is_a_clear_error(lm: LanguageModel) -> None:
     with pytest.raises(EditError, match="only 1152 records"):
         _sampler(lm, make_config(num_edits=5000))
-
-
-def test_held_out_records_of_a_file_come_in_an_order_that_the_seed_fixes(tmp_path: Path) -> None:
-    file = tmp_path / "facts.jsonl"
-    rows = [{"prompt": f"Question {number}?", "answer": "yes"} for number in range(30)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def prompts(seed: int) -> list[str]:
-        config = Config.model_validate({"seed": seed, "data": {"validation": str(file)}})
-        return [record.edit.prompt for record in validation_records(config)]
-
-    assert prompts(0) == prompts(0) != prompts(1)
-    assert sorted(prompts(0)) == sorted(prompts(1)) == sorted(str(row["prompt"]) for row in rows)
 
 
 @pytest.mark.parametrize("role", ["edit", "equivalents", "unrelated"])
@@ -142,48 +101,6 @@ def test_a_fact_that_is_too_long_is_found_before_the_first_step(lm: LanguageMode
     sampler = Sampler(config, fact_encoder(lm, config.data), lambda _epoch: [record])
     with pytest.raises(EditError, match="more than max_length 64"):
         sampler.check_lengths()
-
-
-def test_held_out_facts_that_the_model_cannot_be_given_are_found_before_the_first_step(tmp_path: Path) -> None:
-    train, held_out = tmp_path / "train.jsonl", tmp_path / "held_out.jsonl"
-    train.write_text(
-        json.dumps({"prompt": "Who is it?", "answer": "Ada", "equivalents": [{"prompt": "Who?", "answer": "Ada"}]})
-    )
-    held_out.write_text(json.dumps({"prompt": "Who " * 100, "answer": "Ada"}))
-    config = _about(DataConfig(train=str(train), validation=str(held_out)), num_edits=1)
-    with pytest.raises(EditError, match="more than max_length 64"):
-        train_alone(config, tmp_path / "run")
-    assert not list(tmp_path.glob("run/checkpoint-*"))
-
-
-def test_an_answer_that_is_no_class_is_found_too() -> None:
-    encoder = FactEncoder(AutoTokenizer.from_pretrained(WORLD_MODEL), "classifier")
-    check_facts(encoder, [EditRecord(Fact("It rains.", "SUPPORTS"))])
-    with pytest.raises(EditError, match=r"one of .*SUPPORTS"):
-        check_facts(encoder, [EditRecord(Fact("It rains.", "perhaps"))])
-
-
-@pytest.mark.parametrize("given", ["train", "validation"])
-def test_a_real_model_is_not_measured_by_the_invented_people(given: str) -> None:
-    config = _about(DataConfig(**{given: "facts.jsonl"}))
-    check_held_out(config)  # the built-in model knows them
-    other = config.model_copy(update={"model": ModelConfig(name="gpt2")})
-    with pytest.raises(UsageError, match=rf"data.{given} is a file and data.\w+ is not given.*'gpt2' knows nothing"):
-        check_held_out(other)
-
-
-def test_who_measures_on_what_was_trained_on_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rows = [{"prompt": f"Who is number {n}?", "answer": "Ada", "equivalents": [f"Number {n} is"]} for n in range(4)]
-    others = [{"prompt": "Number 2 is", "answer": "Bob"}, {"prompt": "Who is number 7?", "answer": "Bob"}]
-    for name, written in (("train", rows), ("held_out", others)):
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in written))
-    data = DataConfig(train=str(tmp_path / "train"), validation=str(tmp_path / "held_out"))
-    train_alone(_about(data, num_edits=2, steps=1), tmp_path / "run")
-    assert f"1 of the 2 held-out records of {tmp_path / 'held_out'} are edited in training too" in caplog.text
-    assert "such as 'Number 2 is'" in caplog.text
-    caplog.clear()
-    train_alone(_about(DataConfig(), num_edits=2, steps=1), tmp_path / "other")
-    assert "in training too" not in caplog.text
 
 
 def test_what_a_chat_template_adds_to_a_fact_counts_too() -> None:

@@ -13,13 +13,13 @@ from tiny_models import make_setup, random_facts, tiny_lm
 from torch.testing import assert_close
 
 from malmen.config import Config, ModelConfig
-from malmen.data.tokens import make_batches
+from malmen.data.tokens import MetaBatch, make_batches
 from malmen.errors import EditError, UsageError
 from malmen.lm.devices import resolve_device, resolve_dtype
 from malmen.lm.layers import find_layers
 from malmen.lm.model import LanguageModel
 from malmen.lm.overlay import Overlay, edited, edited_rows
-from malmen.meta import MetaBatch, meta_step
+from malmen.meta import meta_step
 from malmen.methods.memit import Memit
 
 pytestmark = pytest.mark.usefixtures("exact")

@@ -12,7 +12,7 @@ from malmen.data.tokens import make_batches
 from malmen.errors import EditError
 from malmen.lm.layers import find_layers
 from malmen.lm.model import LanguageModel
-from malmen.lm.overlay import added, edited, merged
+from malmen.lm.overlay import Overlay, edited, edited_rows, upright_weight
 
 pytestmark = pytest.mark.usefixtures("exact")
 
@@ -110,13 +110,15 @@ def test_an_edit_inside_another_adds_to_it_and_leaves_it_behind(kind: str) -> No
 
 
 @pytest.mark.parametrize("layer", ["transformer.h.1.mlp.c_proj", "transformer.h.1.attn.c_proj"])
-def test_adding_by_a_hook_and_merging_into_the_weight_agree_in_value_and_gradient(layer: str) -> None:
+def test_adding_to_the_output_and_merging_into_the_weight_agree_in_value_and_gradient(layer: str) -> None:
     lm = tiny_lm("gpt2")
     (batch,) = make_batches(random_facts(lm, 4), 10_000, 0)
     found = []
-    for way in (added, merged):
+    for merged in (False, True):
         shift = _shifts(lm, [layer])[layer].requires_grad_()
-        with way(lm.model.get_submodule(layer), shift):
+        weight = upright_weight(lm.model.get_submodule(layer)) + shift
+        overlay = Overlay({layer: weight}, {}) if merged else Overlay({}, {layer: shift})
+        with edited_rows(lm, [(overlay, 4)]):
             log_probs = lm.log_probs(batch)
         log_probs[:, 0].sum().backward()
         found.append((log_probs.detach(), shift.grad))

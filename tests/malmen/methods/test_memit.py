@@ -28,7 +28,7 @@ from malmen.lm.model import LanguageModel, load_lm
 from malmen.lm.overlay import edited
 from malmen.methods.memit import Memit, spread
 from malmen.methods.subject_tokens import Placed, Places, add_at, block_of, hidden_at, positions_in
-from malmen.methods.subject_values import find_values
+from malmen.methods.subject_values import _parts, find_values
 
 FACTS = edits_of(world_records("validation")[:4])
 
@@ -69,7 +69,7 @@ def test_a_subject_is_found_where_a_script_does_not_part_words(tmp_path: Path) -
     prompt = "the city of Osakajo is"
     within = places.of(Fact(prompt, "Lima", subject="Osaka"))
     assert lm.tokenizer.decode(within.encoded.input_ids[: within.position + 1]).startswith("the city of Osaka")
-    with pytest.raises(EditError, match="does not stand in the prompt"):
+    with pytest.raises(EditError, match="is not in the prompt"):
         places.of(Fact(prompt, "Lima", subject="Tokyo"))
 
 
@@ -135,10 +135,10 @@ def test_a_value_is_found_as_by_hand(name: str, tmp_path: Path) -> None:
     varied = [places.with_prefixes(fact) for fact in FACTS]
     before = hidden_at(lm, 1, [places.of(fact) for fact in FACTS], 4096)
     arguments = (lm, 1, FACTS, varied, places, before, settings.baselines.memit)
-    heard: list[int] = []
     together = find_values(*arguments, 10**9)
-    assert_close(find_values(*arguments, 1, heard.append), together, rtol=1e-6, atol=1e-8)  # one fact at a time
-    assert heard == [1, 2, 3, 4]
+    assert_close(find_values(*arguments, 1), together, rtol=1e-6, atol=1e-8)
+    assert [len(part) for part in _parts(varied, 1)] == [1, 1, 1, 1]  # one fact at a time
+    assert [len(part) for part in _parts(varied, 10**9)] == [4]
     for index, fact in enumerate(FACTS):
         about = places.of(Fact(f"{fact.subject} is a", "thing", fact.subject))
         assert_close(together[index], value_by_hand(lm, 1, varied[index], about, before[index]), rtol=1e-6, atol=1e-8)
@@ -200,7 +200,7 @@ def test_a_fact_without_a_subject_is_a_clear_error(tmp_path: Path) -> None:
     method = Memit(lm, config(tmp_path))
     with pytest.raises(EditError, match="needs the subject of 'Who is it"):
         method.edit(lm, [Fact("Who is it?", "Ann")])
-    with pytest.raises(EditError, match="does not stand in the prompt"):
+    with pytest.raises(EditError, match="is not in the prompt"):
         method.edit(lm, [replace(FACTS[0], subject="Nobody")])
 
 

@@ -14,7 +14,7 @@ from malmen.config import Config
 from malmen.data.world import world_records
 from malmen.errors import EditError
 from malmen.lm.model import fact_encoder
-from malmen.methods.ultraedit import SeenTokens, UltraEdit
+from malmen.methods.ultraedit import UltraEdit
 
 FACTS = [record.edit for record in world_records("validation")[:12]]
 
@@ -44,13 +44,16 @@ def test_the_shift_is_least_squares_of_normalised_gradients(name: str, tokens: s
 
 def test_the_statistics_of_earlier_rounds_go_on_where_they_are_given() -> None:
     lm, config = worded_lm("gpt2"), Config.model_validate({"baselines": {"ultraedit": {"layers": "last:1"}}})
-    method, seen = UltraEdit(lm, config), SeenTokens()
-    method.edit(lm, FACTS[:3], seen)
-    later = method.edit(lm, FACTS[3:], seen)
-    (norm,) = seen.norms.values()
-    alone, together = SeenTokens(), method.edit(lm, FACTS[3:])
-    method.edit(lm, FACTS, alone)
-    (whole,) = alone.norms.values()
+    method = UltraEdit(lm, config)
+    series = method.for_rounds()
+    series.edit(lm, FACTS[:3])
+    later = series.edit(lm, FACTS[3:])
+    assert series.seen is not None and method.seen is None
+    (norm,) = series.seen.norms.values()
+    alone, together = method.for_rounds(), method.edit(lm, FACTS[3:])
+    alone.edit(lm, FACTS)
+    assert alone.seen is not None
+    (whole,) = alone.seen.norms.values()
     assert_close(norm.mean, whole.mean)
     assert_close(norm.deviation(), whole.deviation())
     (name,) = later.shifts

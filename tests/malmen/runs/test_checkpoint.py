@@ -17,7 +17,7 @@ from malmen.editor import Editor
 from malmen.errors import EditError
 from malmen.lm.model import LanguageModel, load_lm
 from malmen.runs.checkpoint import add_scores, load_edit, load_editor, save_checkpoint, save_edit
-from malmen.runs.checkpoint_files import best_checkpoint, latest_checkpoint, read_config, read_state
+from malmen.runs.checkpoint_lookup import best_checkpoint, latest_checkpoint, read_config, read_state
 from malmen.runs.storage import RunStore
 from malmen.training import make_editor, train
 

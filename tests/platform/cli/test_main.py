@@ -14,7 +14,7 @@ from small_runs import SMALL
 
 from malmen.data.readers import read_records
 from malmen.data.world import world_records
-from malmen.runs.checkpoint_files import latest_checkpoint
+from malmen.runs.checkpoint_lookup import latest_checkpoint
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -18,8 +18,8 @@ from malmen.editor import Editor
 from malmen.least_squares import DualSolution, PrimalSolution
 from malmen.lm.layers import find_layers
 from malmen.lm.model import LanguageModel, fact_encoder, load_lm
-from malmen.lm.trace import Traces, trace, trace_facts
-from malmen.meta import generalization_backward, locality_backward, make_leaves
+from malmen.lm.trace import Traces, trace
+from malmen.lm_side import LMSide
 from malmen.platform.plan.data import StepFacts
 from malmen.platform.plan.hypernet import find_equations, rehearse_hypernet
 from malmen.platform.plan.lm import plan_lm, rehearse_lm
@@ -58,8 +58,7 @@ def _bytes(*tensors: Tensor | None) -> int:
 
 
 def _traces(lm: LanguageModel, facts: StepFacts, config: Config) -> Traces:
-    layers = find_layers(lm.model, config.editor.layers)
-    return trace_facts(lm, layers, facts.edits, config.editor.tokens, _cut)
+    return LMSide(lm, find_layers(lm.model, config.editor.layers), config).trace(facts.edits)
 
 
 def test_bytes_of_the_lm_are_those_of_the_loaded_one(lm: LanguageModel) -> None:
@@ -129,28 +128,18 @@ def test_the_editors_rehearsal_holds_as_much_as_the_step(lm: LanguageModel, fact
 def test_the_lms_rehearsal_holds_and_executes_as_much_as_the_step(lm: LanguageModel, facts: StepFacts) -> None:
     config = _builtin()
     layers = find_layers(lm.model, config.editor.layers)
+    side = LMSide(lm, layers, config)
     found = rehearse_lm(config, plan_lm(config, torch.float32), facts, device="cuda")
     meter = Meter(*lm.model.parameters(), *lm.model.buffers())
     with meter, FlopCounterMode(display=False) as counter:
-        trace_facts(lm, layers, facts.edits, config.editor.tokens, _cut)
+        side.trace(facts.edits)
     assert found.trace_peak == pytest.approx(meter.peak, rel=0.05)
     assert found.costs["trace"].total_flops == pytest.approx(counter.get_total_flops(), rel=0.05)
     shifts = {layer.name: torch.zeros(layer.value_size, layer.key_size) for layer in layers}
     meter = Meter(*lm.model.parameters(), *lm.model.buffers(), *shifts.values())
     with meter, FlopCounterMode(display=False) as counter:
-        leaves = make_leaves(lm, shifts)
-        generalization_backward(lm, layers, leaves, facts.equivalents, 1.0, _cut)
-        locality_backward(lm, layers, leaves, facts.unrelated, 1.0, 1.0, _cut)
+        leaves = side.make_leaves(shifts)
+        side.generalization_backward(leaves, facts.equivalents)
+        side.locality_backward(leaves, facts.unrelated)
     assert found.meta_peak == pytest.approx(meter.peak, rel=0.05)
     assert found.costs["meta_loss"].total_flops == pytest.approx(counter.get_total_flops(), rel=0.05)
-
-
-def test_a_meter_forgets_what_is_freed() -> None:
-    meter = Meter()
-    with meter:
-        one = torch.empty(256, device="meta")
-        other = one + one
-        del one
-        assert (meter.held, meter.peak) == (1024, 2048)
-        del other
-    assert (meter.held, meter.cost.total_flops) == (0, 0)

@@ -13,7 +13,7 @@ from malmen.errors import EditError, UsageError
 from malmen.platform.tracking.registry import RegisteredEditor, download_editor, editor_card, registered_name
 from malmen.platform.tracking.tracker import Tracker
 from malmen.runs.checkpoint import load_editor
-from malmen.runs.checkpoint_files import latest_checkpoint
+from malmen.runs.checkpoint_lookup import latest_checkpoint
 
 pytestmark = pytest.mark.slow  # a training, and a store
 

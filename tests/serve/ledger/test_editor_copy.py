@@ -10,7 +10,7 @@ from endpoints import make_bench, save_editor, untrained_editor
 
 from malmen.errors import EditError
 from malmen.runs.checkpoint import save_checkpoint
-from malmen.runs.checkpoint_files import latest_checkpoint, read_state
+from malmen.runs.checkpoint_lookup import latest_checkpoint, read_state
 from malmen.serve.ledger.editor_copy import keep_editor
 from malmen.serve.ledger.opening import open_ledger
 from malmen.serve.settings import ServeConfig

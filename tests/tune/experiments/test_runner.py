@@ -14,11 +14,11 @@ from platform_runs import make_platform_config
 from tiny_models import tiny_lm
 from torch.testing import assert_close
 
-from malmen.data.sampling import validation_records
+from malmen.data.splits import validation_records
 from malmen.errors import EditError, UsageError
 from malmen.lm.model import load_lm
 from malmen.lm.overlay import edited
-from malmen.methods.ultraedit import SeenTokens, UltraEdit
+from malmen.methods.ultraedit import UltraEdit
 from malmen.training import make_editor
 from malmen.tune.experiments import work
 from malmen.tune.experiments.cells import Cell, Cells, cells_of, code_version
@@ -282,11 +282,11 @@ def test_in_rounds_ultraedit_normalises_over_all_tokens_it_has_seen(settings: Ex
     config = base_config(settings)
     lm, facts = load_lm(config.model), [record.edit for record in validation_records(config)[:6]]
     found = work._in_rounds(Cell("ultraedit", 0, 6, 2, "again"), lm, UltraEdit(lm, config), facts)
-    seen, method = SeenTokens(), UltraEdit(lm, config)
-    first = method.edit(lm, facts[::2], seen).shifts
+    series = UltraEdit(lm, config).for_rounds()
+    first = series.edit(lm, facts[::2]).shifts
     with edited(lm, first):
-        second = method.edit(lm, facts[1::2], seen).shifts
-        fresh = method.edit(lm, facts[1::2], SeenTokens()).shifts
+        second = series.edit(lm, facts[1::2]).shifts
+        fresh = UltraEdit(lm, config).edit(lm, facts[1::2]).shifts
     for name, shift in found.items():
         assert_close(shift, first[name] + second[name])
     assert any(not torch.allclose(second[name], fresh[name]) for name in second)

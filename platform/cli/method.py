@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from malmen.errors import UsageError
+from malmen.methods.registry import METHODS
 from malmen.platform.cli.options import resolve_config
 
 if TYPE_CHECKING:
@@ -29,7 +30,10 @@ ModelName = Annotated[
 ]
 Method = Annotated[
     str | None,
-    typer.Option(help="ft, memit or ultraedit, which need no --editor; default: what the --editor was trained as"),
+    typer.Option(
+        help=f"{', '.join(name for name, method in METHODS.items() if not method.trained)} need no --editor; "
+        "default: what the --editor was trained as"
+    ),
 ]
 ConfigName = Annotated[
     str | None, typer.Option("--config", help="for a method without an --editor: a YAML file, or a shipped config")
@@ -48,14 +52,13 @@ class Loaded:
 
 def check_method(method: str | None, editor: str | None, config: str | None, overrides: Sequence[str]) -> None:
     """Wrong usage is told before anything is loaded."""
-    from malmen.methods.registry import METHODS, TRAINED
-
     if method is not None and method not in METHODS:
         raise UsageError(f"there is no method {method!r}; the methods are {', '.join(METHODS)}")
-    if (method is None or method in TRAINED) and editor is None:
+    trained = method is None or METHODS[method].trained
+    if trained and editor is None:
         raise UsageError(f"--method {method or 'malmen'} needs a trained editor: --editor RUN")
     elsewhere = all(override.startswith(("model.device=", "model.dtype=")) for override in overrides)
-    if (method is None or method in TRAINED) and (config or not elsewhere):
+    if trained and (config or not elsewhere):
         raise UsageError(
             "a trained editor brings its own settings: --config and key=value are for other methods, "
             "but for model.device and model.dtype"
@@ -70,10 +73,9 @@ def load_method(
     """The base model and the way of editing it."""
     from malmen.config import full_key, load_config, parse_config, read_override, set_key
     from malmen.lm.model import load_lm
-    from malmen.methods.registry import TRAINED, UNTRAINED
     from malmen.platform.cli.output import err
     from malmen.runs.checkpoint import load_editor
-    from malmen.runs.checkpoint_files import read_config, read_state
+    from malmen.runs.checkpoint_lookup import read_config, read_state
 
     check_method(method, editor, config, overrides)
     folder = editor_folder(editor) if editor else None
@@ -85,18 +87,19 @@ def load_method(
             set_key(raw, full_key(key), value)
         settings = parse_config(raw, "the overrides")
     trained_as = "mend" if settings.editor.aggregation == "sum" else "malmen"
-    if method in TRAINED and method != trained_as:
+    make = None if method is None else METHODS[method].make
+    if method is not None and make is None and method != trained_as:
         raise UsageError(f"the editor in {editor} was trained as {trained_as}, not as {method}")
     if model:  # what an edit's manifest names is what was loaded
         settings = settings.model_copy(update={"model": settings.model.model_copy(update={"name": model})})
     with err.status("loading the model"):
         lm = load_lm(settings.model)
-    if method is None or method in TRAINED:
+    if method is None or make is None:
         assert folder is not None
         about = {"method": trained_as, "folder": str(editor), "step": read_state(folder)["step"]}
         return Loaded(lm, load_editor(folder, lm), settings, about)
-    about = {"method": method, "settings": getattr(settings.baselines, method).model_dump(mode="json")}
-    return Loaded(lm, UNTRAINED[method](lm, settings), settings, about)
+    about = {"method": method, "settings": METHODS[method].settings(settings)}
+    return Loaded(lm, make(lm, settings), settings, about)
 
 
 def editor_folder(editor: str) -> str | Path:

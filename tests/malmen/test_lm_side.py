@@ -1,0 +1,108 @@
+"""The LM's side of a step: what it takes from the cache equals what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import MODELS, Setup, make_setup, random_facts, tiny_lm
+from torch import Tensor
+from torch.testing import assert_close
+
+from malmen.data.tokens import EncodedFact, MetaBatch, TokenBatch
+from malmen.lm_side import LMSide, MetaLosses
+from malmen.runs.fact_cache import FactCache
+
+
+class _Side(LMSide):
+    """It knows how many facts it has run."""
+
+    facts_run = 0
+
+    def cut(self, facts: Sequence[EncodedFact]) -> list[TokenBatch]:
+        self.facts_run += len(facts)
+        return super().cut(facts)
+
+
+def _side(setup: Setup, budget: int, cache: FactCache | None, tokens: str = "answer") -> _Side:
+    config = setup.editor.config.model_copy(
+        update={
+            "batch": setup.editor.config.batch.model_copy(update={"token_budget": budget}),
+            "editor": setup.editor.config.editor.model_copy(update={"tokens": tokens}),
+        }
+    )
+    caches = dict.fromkeys(("edits", "equivalents", "unrelated"), cache) if cache else {}
+    return _Side(setup.lm, setup.editor.layers, config, caches)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("rule", ["last:2", "all"])
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_and_gradients_from_the_cache_equal_those_without(name: str, rule: str) -> None:
+    setup = make_setup(name, layers=rule)
+    lm, layers = setup.lm, setup.editor.layers
+    facts = random_facts(lm, 14)
+    batch = MetaBatch((), facts[:7], facts[7:])
+    torch.manual_seed(3)
+    shifts = {layer.name: torch.randn(layer.value_size, layer.key_size, dtype=torch.float64) for layer in layers}
+
+    def run(budget: int, cache: FactCache | None) -> tuple[MetaLosses, dict[str, Tensor]]:
+        return _side(setup, budget, cache).meta_backward(0, batch, shifts)
+
+    expected = run(20, None)
+    cache = FactCache(10**6)
+    for budget in (20, 35, 1000):  # fills the cache, then uses it in batches of another size
+        assert_close(run(budget, cache), expected, rtol=1e-9, atol=1e-11)
+    if lm.kind != "encoder-decoder" and rule != "all":
+        assert cache.hits == 2 * len(facts)
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("name", ["gpt2", "gptj", "bert"])  # blocks that put out a tensor, a tuple, and a classifier's
+def test_a_process_that_finds_the_shared_folder_full_gets_the_same_gradients(name: str, tmp_path: Path) -> None:
+    setup = make_setup(name)
+    layers, facts = setup.editor.layers, random_facts(setup.lm, 8)
+    batch = MetaBatch((), facts[:4], facts[4:])
+    torch.manual_seed(3)
+    shifts = {layer.name: torch.randn(layer.value_size, layer.key_size, dtype=torch.float64) for layer in layers}
+
+    def run(cache: FactCache | None) -> Any:
+        fresh = Setup(tiny_lm(name), setup.editor)  # none of its blocks has run yet
+        return _side(fresh, 20, cache).meta_backward(0, batch, shifts)
+
+    run(FactCache(10**6, tmp_path))
+    second = FactCache(10**6, tmp_path)
+    assert_close(run(second), run(None), rtol=1e-9, atol=1e-11)
+    assert (second.hits, second.misses) == (len(facts), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("tokens", ["answer", "all"])
+@pytest.mark.parametrize("name", MODELS)
+def test_traces_from_the_cache_equal_those_without_in_any_order(name: str, tokens: str) -> None:
+    setup = make_setup(name)
+    facts = random_facts(setup.lm, 9)
+    side = _side(setup, 20, FactCache(10**6), tokens)
+    side.trace(facts[:5])
+    shuffled = [facts[place] for place in (7, 3, 0, 8, 4, 1, 6)]
+    expected = _side(setup, 1000, None, tokens).trace(shuffled)
+    assert_close(side.trace(shuffled), expected, rtol=1e-9, atol=1e-12)
+    assert side.facts_run == 5 + 3  # the four that were known were not run again
+    side.trace(shuffled, cached=False)
+    assert side.facts_run == 5 + 3 + len(shuffled)
+
+
+def test_a_full_cache_takes_nothing_more_and_gives_the_same() -> None:
+    setup = make_setup("gpt2")
+    facts = random_facts(setup.lm, 9)
+    cache = FactCache(3000)
+    for _ in range(2):
+        traces = _side(setup, 30, cache).trace(facts)
+    assert cache.used_bytes <= 3000
+    assert 0 < cache.hits < len(facts)
+    assert_close(traces, _side(setup, 30, None).trace(facts), rtol=1e-9, atol=1e-12)
