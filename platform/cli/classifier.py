@@ -8,6 +8,9 @@ from typing import Annotated
 import typer
 
 from malmen.platform.cli.options import AsJson
+from malmen.platform.cli.output import err, print_json
+from malmen.platform.cli.output import out as console
+from malmen.platform.cli.progress import counted
 
 app = typer.Typer(help="A classifier of claims to edit.", no_args_is_help=True)
 
@@ -32,9 +35,6 @@ def build(
 ) -> None:
     """Fine-tune all of a BERT and a fresh head to tell true claims from false ones (the paper's appendix)."""
     from malmen.data.claims_model import ClaimsTraining, build_classifier
-    from malmen.platform.cli.output import err, print_json
-    from malmen.platform.cli.output import out as console
-    from malmen.platform.cli.progress import counted
 
     def on_epoch(epoch: int, loss: float, accuracy: float | None) -> None:
         share = f"  right {100 * accuracy:.1f} %" if accuracy is not None else ""

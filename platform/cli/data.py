@@ -9,6 +9,8 @@ import typer
 
 from malmen.errors import EditError
 from malmen.platform.cli.options import AsJson
+from malmen.platform.cli.output import err, print_json
+from malmen.platform.cli.output import out as console
 
 data_app = typer.Typer(help="Files of edit records.", no_args_is_help=True)
 world_app = typer.Typer(help="The built-in world: its language model and its records.", no_args_is_help=True)
@@ -27,13 +29,12 @@ def check_data(
 ) -> None:
     """Check a file of edit records; each problem is reported with its line, field and remedy."""
     from malmen.data.check import check_file
-    from malmen.platform.cli.output import out, print_json
 
     report = check_file(file, format)
     if as_json:
         print_json(report.as_dict())
     else:
-        out.print(report.as_text(), markup=False, highlight=False)
+        console.print(report.as_text(), markup=False, highlight=False)
     if not report.ok:
         raise typer.Exit(1)
 
@@ -47,8 +48,6 @@ def build_world(
 ) -> None:
     """Train the small language model of the built-in world again."""
     from malmen.data.world_model import build_world_model
-    from malmen.platform.cli.output import err, print_json
-    from malmen.platform.cli.output import out as console
 
     def on_epoch(epoch: int, loss: float, accuracy: float) -> None:
         err.print(f"epoch {epoch}/{epochs}  loss {loss:.4f}  facts known {100 * accuracy:.1f} %", highlight=False)
@@ -72,8 +71,6 @@ def write_world_records(
     """Write edit records of the built-in world to a file: to read them, or to choose settings on people of training."""
     from malmen.data.readers import write_records
     from malmen.data.world import world_records
-    from malmen.platform.cli.output import out as console
-    from malmen.platform.cli.output import print_json
 
     records = world_records(split, seed=seed)
     out.parent.mkdir(parents=True, exist_ok=True)

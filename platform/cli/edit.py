@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from malmen.errors import EditError
+from malmen.platform.cli.method import check_method, load_method
 from malmen.platform.cli.options import (
     AsJson,
     EditFolder,
@@ -19,10 +22,11 @@ from malmen.platform.cli.options import (
     ModelName,
     Overrides,
 )
+from malmen.platform.cli.output import err, facts_table, out, print_json, show_scores, spread_table
+from malmen.platform.cli.progress import counted, status
 
 if TYPE_CHECKING:
     from malmen.data.records import EditRecord
-    from malmen.evaluate import Evaluation
     from malmen.lm.model import LanguageModel
     from malmen.lm.overlay import Shifts
 
@@ -33,25 +37,22 @@ def edit(
     editor: EditorFolder = None,
     method: Method = None,
     config: MethodConfig = None,
-    out: Annotated[Path, typer.Option(help="the folder for the edit")] = Path("runs/edit"),
+    folder: Annotated[Path, typer.Option("--out", help="the folder for the edit")] = Path("runs/edit"),
     model: ModelName = None,
     generate: Generate = True,
     as_json: AsJson = False,
 ) -> None:
     """Apply the facts of a file in one change of weights, report each fact, and save the edit."""
+    check_method(method, editor, config, overrides or [])
     from malmen.data.readers import read_records
     from malmen.data.splits import check_encodable
     from malmen.data.subjects import edits_of
     from malmen.evaluate import evaluate
     from malmen.lm.model import fact_encoder
-    from malmen.platform.cli.method import check_method, load_method
-    from malmen.platform.cli.output import err, print_json
-    from malmen.platform.cli.progress import counted, status
     from malmen.runs.checkpoint import save_edit
     from malmen.runs.files import check_replaceable
 
-    check_method(method, editor, config, overrides or [])
-    check_replaceable(out, "edit.json")
+    check_replaceable(folder, "edit.json")
     with status(f"reading {facts}"):
         records = read_records(facts, "auto")
     _refuse_contradictions(records)
@@ -73,20 +74,14 @@ def edit(
         "facts": [asdict(record.edit) for record in records],
         "scores": evaluation.scores(),
     }
-    save_edit(out, solved.shifts, manifest)
+    save_edit(folder, solved.shifts, manifest)
     if as_json:
-        print_json({**evaluation.scores(), "out": str(out), "facts": [asdict(fact) for fact in evaluation.facts]})
+        print_json({**evaluation.scores(), "out": str(folder), "facts": [asdict(fact) for fact in evaluation.facts]})
         return
-    _show_edit(evaluation)
-    err.print(f'The edit is in {out}. Next: malmen generate --edits {out} "a prompt"')
-
-
-def _show_edit(evaluation: Evaluation) -> None:
-    from malmen.platform.cli.output import facts_table, out, show_scores
-
     edits = [fact for fact in evaluation.facts if fact.role == "edit"]
     out.print(facts_table(edits[:50], f"{len(edits)} facts" + (", the first 50" if len(edits) > 50 else "")))
     show_scores(evaluation.scores())
+    err.print(f'The edit is in {folder}. Next: malmen generate --edits {folder} "a prompt"')
 
 
 def evaluate(
@@ -104,9 +99,6 @@ def evaluate(
     """Edit held-out records at once and measure how well the edits hold (ES, GS, LS)."""
     from malmen.data.readers import read_records
     from malmen.data.splits import validation_records
-    from malmen.platform.cli.method import load_method
-    from malmen.platform.cli.output import out, print_json, show_scores, spread_table
-    from malmen.platform.cli.progress import counted, status
     from malmen.training import evaluate_sets
 
     loaded = load_method(method, editor, config, overrides or [], model)
@@ -138,14 +130,9 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Show the model's answers before and after an edit, side by side."""
-    from rich.table import Table
-    from rich.text import Text
-
     from malmen.config import DataConfig
     from malmen.lm.generate import ask
     from malmen.lm.overlay import edited
-    from malmen.platform.cli.output import out, print_json
-    from malmen.platform.cli.progress import status
 
     lm, shifts, manifest = load_edited_model(edits, model)
     data = DataConfig(**manifest["data"])
@@ -167,7 +154,6 @@ def load_edited_model(edits: Path, model: str | None) -> tuple[LanguageModel, Sh
     """The base model of an edit, or `model` in its place; the edit's shifts, and its manifest."""
     from malmen.config import ModelConfig
     from malmen.lm.model import load_lm
-    from malmen.platform.cli.progress import status
     from malmen.runs.checkpoint import load_edit
 
     _, manifest = load_edit(edits)  # a folder without an edit is refused before the model is loaded

@@ -10,7 +10,11 @@ from typing import Annotated, Any, cast, get_args
 import typer
 
 from malmen.errors import UsageError
+from malmen.platform.cli.edit import load_edited_model
 from malmen.platform.cli.options import AsJson, EditFolder, ModelName
+from malmen.platform.cli.output import err, print_json
+from malmen.platform.cli.output import out as console
+from malmen.platform.cli.progress import status
 
 
 def export(
@@ -27,9 +31,6 @@ def export(
 ) -> None:
     """Write an edit as a delta, a LoRA adapter or a merged checkpoint that loads without malmen."""
     from malmen.export import MANIFEST, ExportKind, export_edit
-    from malmen.platform.cli.edit import load_edited_model
-    from malmen.platform.cli.output import print_json
-    from malmen.platform.cli.progress import status
     from malmen.runs.files import check_replaceable
 
     if kind not in get_args(ExportKind):
@@ -57,9 +58,6 @@ def export(
 def _show_export(manifest: dict[str, Any], out: Path) -> None:
     """The files with their sizes, and the layers with their ranks and errors."""
     from rich.table import Table
-
-    from malmen.platform.cli.output import err
-    from malmen.platform.cli.output import out as console
 
     files = Table("file", title=f"{out}: {len(manifest['facts'])} facts as {manifest['kind']}")
     files.add_column("bytes", justify="right")

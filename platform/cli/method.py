@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from malmen.errors import UsageError
 from malmen.methods.registry import METHODS
 from malmen.platform.cli.options import resolve_config
+from malmen.platform.cli.progress import status
 
 if TYPE_CHECKING:
     from malmen.config import Config
@@ -48,13 +49,12 @@ def load_method(
     method: str | None, editor: str | None, config: str | None, overrides: Sequence[str], model: str | None
 ) -> LoadedMethod:
     """Load the base model, and the editor or untrained method that edits it."""
+    check_method(method, editor, config, overrides)
     from malmen.config import full_key, load_config, parse_config, read_override, set_key
     from malmen.lm.model import load_lm
-    from malmen.platform.cli.progress import status
     from malmen.runs.checkpoint import load_editor
     from malmen.runs.checkpoint_lookup import read_config, read_state
 
-    check_method(method, editor, config, overrides)
     folder = editor_folder(editor) if editor else None
     if folder is None:
         settings = load_config(resolve_config(config or "builtin"), overrides)

@@ -12,6 +12,8 @@ import typer
 
 from malmen.metrics import METRICS
 from malmen.platform.cli.options import AsJson, Overrides, resolve_config
+from malmen.platform.cli.output import err, facts_table, out, print_json, show_scores
+from malmen.platform.cli.progress import counted, training_progress
 
 if TYPE_CHECKING:
     from malmen.config import Config
@@ -22,25 +24,23 @@ QUICKSTART_FILE = ".quickstart"  # marks a folder that a quickstart wrote and ma
 
 def quickstart(
     overrides: Overrides = None,
-    out: Annotated[Path, typer.Option(help="the run's folder; an earlier quickstart there is replaced")] = Path(
-        "runs/quickstart"
-    ),
+    folder: Annotated[
+        Path, typer.Option("--out", help="the run's folder; an earlier quickstart there is replaced")
+    ] = Path("runs/quickstart"),
     as_json: AsJson = False,
 ) -> None:
     """Meta-train on the built-in world, edit held-out facts, show before and after."""
     from malmen.config import load_config
     from malmen.runs.files import exclusive_folder
 
-    with exclusive_folder(out):
-        _run(load_config(resolve_config("builtin"), overrides or []), out, as_json)
+    with exclusive_folder(folder):
+        _run(load_config(resolve_config("builtin"), overrides or []), folder, as_json)
 
 
 def _run(config: Config, folder: Path, as_json: bool) -> None:
     from malmen.data.splits import validation_records
     from malmen.data.world import NUM_HELD_OUT, NUM_SUBJECTS, RELATIONS
     from malmen.lm.model import load_lm
-    from malmen.platform.cli.output import err, print_json
-    from malmen.platform.cli.progress import counted, training_progress
     from malmen.platform.train import Listener, train
     from malmen.runs.checkpoint import load_editor
     from malmen.runs.files import atomic_file
@@ -94,8 +94,6 @@ def _write_example_facts(path: Path, evaluation: Evaluation) -> None:
 
 
 def _show_quickstart(evaluation: Evaluation, folder: Path, seconds: float) -> None:
-    from malmen.platform.cli.output import facts_table, out, show_scores
-
     out.print(facts_table(_examples(evaluation.facts), "A few answers of the model"))
     show_scores(evaluation.scores())
     out.print(

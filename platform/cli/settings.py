@@ -7,12 +7,11 @@ from typing import Any
 import typer
 
 from malmen.platform.cli.options import CONFIGS, AsJson
+from malmen.platform.cli.output import err, out, show_settings
 
 
 def configs() -> None:
     """List the shipped configs."""
-    from malmen.platform.cli.output import out
-
     for path in sorted(CONFIGS.glob("*.yaml")):
         title = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
         out.print(f"{path.stem:14} {title}", highlight=False)
@@ -21,7 +20,6 @@ def configs() -> None:
 def settings(context: typer.Context, as_json: AsJson = False) -> None:
     """List every setting of a run with its default, and the commands that list those of sweeps and endpoints."""
     from malmen.config import describe_settings
-    from malmen.platform.cli.output import err, show_settings
 
     show_settings(describe_settings(), as_json)
     for name, help_text in _other_settings(context.find_root().command):

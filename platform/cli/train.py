@@ -9,6 +9,8 @@ import typer
 
 from malmen.errors import UsageError
 from malmen.platform.cli.options import Address, AsJson, ConfigName, Overrides, resolve_config
+from malmen.platform.cli.output import show_training
+from malmen.platform.cli.progress import counted, training_progress
 
 if TYPE_CHECKING:
     from malmen.config import Config
@@ -50,9 +52,6 @@ def train(
 
 
 def _train_local(settings: Config, out: Path, resume: bool, as_json: bool) -> None:
-    from malmen.platform.cli.output import show_training
-    from malmen.platform.cli.progress import counted, training_progress
-
     with training_progress(settings.training.steps) as progress:
         progress.phase("importing torch and transformers")
         from malmen.data.splits import validation_records
@@ -71,8 +70,6 @@ def _train_local(settings: Config, out: Path, resume: bool, as_json: bool) -> No
 
 
 def _train_platform(settings: Config, out: str, resume: bool, address: str | None, as_json: bool) -> None:
-    from malmen.platform.cli.output import show_training
-    from malmen.platform.cli.progress import training_progress
     from malmen.runs.checkpoint_lookup import best_checkpoint
 
     with training_progress(settings.training.steps) as progress:
