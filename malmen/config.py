@@ -1,4 +1,4 @@
-"""Every setting, once. Unknown keys are errors; defaults are the paper's (appendix A.6)."""
+"""Every setting of a run, once: type, default, meaning. Unknown keys are errors; defaults are the paper's (A.6)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from malmen.errors import UsageError
 
-SPLIT = "split"  # a model.device
+SPLIT = "split"  # a value of model.device
 
 
 class Section(BaseModel):
-    """A group of settings."""
+    """A group of settings that knows no other keys and never changes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -27,43 +27,45 @@ class ModelConfig(Section):
     name: str = Field(default="builtin", description="`builtin`, a folder, a .gguf file, or a hub name")
     revision: str | None = Field(default=None, description="a hub revision")
     kind: Literal["auto", "decoder", "encoder-decoder", "classifier"] = Field(
-        default="auto", description="`auto` reads it from the model's config"
+        default="auto", description="`auto`: as the model's own config says"
     )
     device: str = Field(
         default="auto",
-        description="`auto`, `cpu`, `cuda`, `cuda:1`, … (on Ray always the GPU that it gives); "
+        description="`auto`, `cpu`, `cuda`, `cuda:1`, … (on Ray, the GPU that Ray assigns); "
         "`split`: block by block over all GPUs that a process sees",
     )
     dtype: Literal["auto", "float32", "float64", "bfloat16"] = Field(
-        default="auto", description="`auto` is bfloat16 on a GPU that has it, else float32; float16 would underflow"
+        default="auto", description="`auto`: bfloat16 on a GPU that supports it, else float32 (float16 would underflow)"
     )
 
 
 class EditorConfig(Section):
-    """The hyper-network and the way its wishes are merged."""
+    """The hyper-network, and how the value differences that it asks for are merged into one shift."""
 
     layers: str | list[str] = Field(
         default="last:6", description="`last:K`, `first:K`, … (docs/models.md), or module names"
     )
-    ffn: Literal["first", "second"] = Field(default="second", description="which linear of the FFN a rule means")
-    tokens: Literal["answer", "all"] = Field(default="answer", description="whose keys and gradients are used")
-    aggregation: Literal["least_squares", "sum"] = Field(default="least_squares", description="`sum` is MEND")
-    regularisation: bool = Field(default=True, description="whether the normal equation is damped")
-    rank: int = Field(default=1920, gt=0, description="of the hyper-network's linear maps")
-    blocks: int = Field(default=2, ge=0, description="residual blocks of the hyper-network")
+    ffn: Literal["first", "second"] = Field(default="second", description="the linear of the FFN that a rule selects")
+    tokens: Literal["answer", "all"] = Field(default="answer", description="tokens whose keys and gradients are used")
+    aggregation: Literal["least_squares", "sum"] = Field(
+        default="least_squares", description="how shifts are merged; `sum`: MEND"
+    )
+    regularisation: bool = Field(default=True, description="whether the normal equation is damped by λ")
+    rank: int = Field(default=1920, gt=0, description="rank of the hyper-network's linear maps")
+    blocks: int = Field(default=2, ge=0, description="number of the hyper-network's residual blocks")
     edit_lr: float = Field(default=1e-6, gt=0, description="initial η, learned per layer")
     damping: float = Field(default=1.0, gt=0, description="initial λ_ℓ, learned per layer")
     preserved_weight: float = Field(
         default=0.0,
         ge=0,
-        description="w of w·E‖Su‖², over keys u of unrelated training facts, in the least squares (a sum has none); "
-        "0: the paper",
+        description="w of the term w·E‖Su‖² over keys u of unrelated training facts, added to the least squares (not "
+        "to a sum); 0: as in the paper",
     )
-    preserved_facts: int = Field(default=2048, gt=0, description="how many such facts, at most")
+    preserved_facts: int = Field(default=2048, gt=0, description="number of these facts, at most")
 
     @property
     def preserving(self) -> bool:
-        """Whether keys are preserved: a sum of shifts solves no equation that they could join."""
+        """Whether keys are preserved. A sum of shifts solves no equation that a term could be added to."""
         return self.preserved_weight > 0 and self.aggregation == "least_squares"
 
 
@@ -72,53 +74,57 @@ class TrainingConfig(Section):
 
     num_edits: int = Field(default=64, gt=0, description="m, edits per step")
     min_edits: int | None = Field(
-        default=None, gt=0, description="draw m anew for each step, from this to num_edits; default: always num_edits"
+        default=None, gt=0, description="m is drawn for each step between this and num_edits; default: always num_edits"
     )
     steps: int = Field(default=1000, gt=0, description="meta-training steps")
-    meta_lr: float = Field(default=1e-5, gt=0, description="Adam's, on the hyper-network")
-    scalar_lr: float | None = Field(default=None, gt=0, description="for log edit-lr and log damping; default meta_lr")
+    meta_lr: float = Field(default=1e-5, gt=0, description="Adam's learning rate for the hyper-network")
+    scalar_lr: float | None = Field(default=None, gt=0, description="the same for log η and log λ; default: meta_lr")
     schedule: Literal["constant", "cosine"] = Field(
-        default="constant", description="of both learning rates over the steps"
+        default="constant", description="how both learning rates change over the steps"
     )
-    warmup_steps: int = Field(default=0, ge=0, description="over which both learning rates rise from nothing")
+    warmup_steps: int = Field(default=0, ge=0, description="steps over which both learning rates rise from 0")
     locality_coef: float = Field(default=1.0, ge=0, description="λ_loc of eq. 1")
     locality_tokens: Literal["answer", "all"] = Field(
-        default="answer", description="of unrelated texts, where the edited model is to say what it said; decoders"
+        default="answer", description="tokens of unrelated texts that L_loc compares; `all` is for decoders"
     )
-    max_grad_norm: float = Field(default=1.0, gt=0, description="the meta-gradient is clipped to it")
-    equivalents_per_edit: int = Field(default=1, gt=0, description="sampled per edit and step")
-    unrelated_per_edit: int = Field(default=1, ge=0, description="sampled per edit and step")
-    include_edit: bool = Field(default=False, description="the edit itself counts among its equivalents")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="norm to which the meta-gradient is clipped")
+    equivalents_per_edit: int = Field(default=1, gt=0, description="equivalents sampled per edit and step")
+    unrelated_per_edit: int = Field(default=1, ge=0, description="unrelated facts sampled per edit and step")
+    include_edit: bool = Field(default=False, description="whether the edit itself is one of its equivalents")
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations; 0: only at the end")
-    eval_edits: int | None = Field(default=None, gt=0, description="edits per evaluation; default num_edits")
+    eval_edits: int | None = Field(default=None, gt=0, description="edits per evaluation; default: num_edits")
     checkpoint_every: int = Field(default=100, gt=0, description="steps between checkpoints")
-    keep_checkpoints: int = Field(default=2, gt=0, description="the newest ones; the best by evaluation stays too")
+    keep_checkpoints: int = Field(
+        default=2, gt=0, description="number of newest checkpoints to keep, besides the best by evaluation"
+    )
 
 
 class DataConfig(Section):
     """Edit records and how they become tokens."""
 
-    train: str = Field(default="builtin", description="`builtin` or a file")
-    validation: str = Field(default="builtin", description="`builtin` or a file")
+    train: str = Field(default="builtin", description="training records: `builtin` or a file")
+    validation: str = Field(default="builtin", description="held-out records: `builtin` or a file")
     format: Literal["auto", "malmen", "zsre", "counterfact", "fever"] = Field(
-        default="auto", description="of both files, see docs/data.md"
+        default="auto", description="format of both files, see docs/data.md"
     )
-    prompt_format: Literal["raw", "chat"] = Field(default="raw", description="`chat`: the tokenizer's template")
+    prompt_format: Literal["raw", "chat"] = Field(default="raw", description="`chat`: in the tokenizer's chat template")
     max_length: int = Field(default=512, gt=1, description="tokens of a fact, at most")
-    overlong: Literal["error", "truncate"] = Field(default="error", description="what to do with longer facts")
-    append_eos: bool | None = Field(default=None, description="end answers with EOS; default: only encoder-decoders")
+    overlong: Literal["error", "truncate"] = Field(default="error", description="what happens to longer facts")
+    append_eos: bool | None = Field(
+        default=None, description="whether answers end with EOS; default: only of encoder-decoders"
+    )
 
 
 class BatchConfig(Section):
-    """How the work is cut; no result depends on it."""
+    """How the work is cut into batches; no result depends on it."""
 
     token_budget: int = Field(default=4096, gt=0, description="padded tokens per LM micro-batch")
     hypernet_rows: int = Field(default=4096, gt=0, description="tokens per hyper-network batch")
     cache_mb: int = Field(
-        default=1024, ge=0, description="what may be kept of the LM's work that later epochs need again; 0: nothing"
+        default=1024, ge=0, description="MB for results of the LM that later epochs need again; 0: none are kept"
     )
     cache_dir: str | None = Field(
-        default=None, description="keep it in this folder, for other runs too; default: in each LM process's memory"
+        default=None, description="folder that keeps them, for other runs too; default: each LM process's memory"
     )
 
 
@@ -126,44 +132,52 @@ class LMConfig(Section):
     """How the LM workers hold the language model."""
 
     sharding: Literal["none", "zero3"] = Field(
-        default="none", description="`zero3`: cut over the LM workers by DeepSpeed; `none`: each holds all of it"
+        default="none", description="`zero3`: DeepSpeed shards it over the LM workers; `none`: each holds all of it"
     )
 
 
 class ClusterConfig(Section):
-    """Who does the work; no result depends on it."""
+    """The processes that do the work; no result depends on them."""
 
     lm_workers: int = Field(default=1, gt=0, description="Ray Train workers that hold the language model")
     lm_cpus: float = Field(default=1.0, ge=0, description="CPUs for each of them")
-    lm_gpus: float | None = Field(default=None, ge=0, description="GPUs for each; default: 1 where there are enough")
+    lm_gpus: float | None = Field(default=None, ge=0, description="GPUs for each; default: 1 if there are enough")
     lm_resources: dict[str, float] = Field(default={}, description="custom Ray resources for each")
     hypernet_actors: int = Field(default=1, gt=0, description="actors that run the hyper-network and the solve")
     hypernet_cpus: float = Field(default=1.0, ge=0, description="CPUs for each of them")
-    hypernet_gpus: float | None = Field(default=None, ge=0, description="GPUs for each; default: 1 where any are left")
+    hypernet_gpus: float | None = Field(default=None, ge=0, description="GPUs for each; default: 1 if enough are left")
     hypernet_resources: dict[str, float] = Field(default={}, description="custom Ray resources for each")
     overlap: bool | None = Field(
         default=None,
-        description="trace the next step while the actors back-propagate this one; "
-        "default: unless both would share one machine's cores",
+        description="whether the next step is traced while the actors back-propagate this one; "
+        "default: yes, unless both would share one machine's cores",
     )
-    wait_seconds: float = Field(default=300, gt=0, description="for the cluster to have room, or an actor to come back")
+    wait_seconds: float = Field(
+        default=300, gt=0, description="how long to wait for free resources, or for a lost actor"
+    )
     stall_seconds: float = Field(
-        default=1800, gt=0, description="without a finished step, a run is given up as hanging"
+        default=1800, gt=0, description="a run without a finished step for so long counts as hanging and ends"
     )
-    max_failures: int = Field(default=8, ge=0, description="losses of LM workers, or of actors in a step, survived")
+    max_failures: int = Field(
+        default=8, ge=0, description="losses of LM workers, or of actors in a step, after which a run still resumes"
+    )
 
 
 class TrackingConfig(Section):
-    """MLflow."""
+    """Tracking by MLflow."""
 
-    enabled: bool = Field(default=True, description="whether runs are logged")
-    uri: str | None = Field(default=None, description="default: MLFLOW_TRACKING_URI, else mlflow.db beside the run")
-    experiment: str = Field(default="malmen", description="MLflow's group of runs")
-    registered_model: str | None = Field(default=None, description="name in the registry; default: malmen-MODEL")
+    enabled: bool = Field(default=True, description="whether runs are tracked")
+    uri: str | None = Field(
+        default=None, description="MLflow's store; default: MLFLOW_TRACKING_URI, else mlflow.db beside the run"
+    )
+    experiment: str = Field(default="malmen", description="MLflow experiment of the runs")
+    registered_model: str | None = Field(
+        default=None, description="name of the model in the registry; default: malmen-MODEL"
+    )
 
 
 class MendConfig(Section):
-    """MEND: the editor's own settings, but for these."""
+    """MEND: the settings of `editor`, except for these."""
 
     edit_lr: float | None = Field(
         default=None, gt=0, description="initial η: a sum of many shifts may need a smaller one; default: the editor's"
@@ -171,48 +185,51 @@ class MendConfig(Section):
 
 
 class FineTuneConfig(Section):
-    """FT, as the paper's appendix has it."""
+    """Fine-tuning (FT), as in the paper's appendix."""
 
-    layers: str | list[str] = Field(default="last:3", description="blocks whose FFN is tuned, as editor.layers")
+    layers: str | list[str] = Field(default="last:3", description="blocks whose FFN is tuned, as in editor.layers")
     ffn: Literal["first", "second", "both"] = Field(default="both", description="which linear of the FFN")
-    lr: float = Field(default=5e-4, gt=0, description="AdamW's")
-    weight_decay: float = Field(default=5e-4, ge=0, description="AdamW's")
-    epochs: int = Field(default=5, gt=0, description="over the facts")
+    lr: float = Field(default=5e-4, gt=0, description="AdamW's learning rate")
+    weight_decay: float = Field(default=5e-4, ge=0, description="AdamW's weight decay")
+    epochs: int = Field(default=5, gt=0, description="passes over the facts")
     batch_facts: int = Field(default=8, gt=0, description="facts per step of AdamW")
 
 
 class MemitConfig(Section):
     """MEMIT."""
 
-    layers: str | list[str] = Field(default="middle:3", description="as editor.layers; values are set at the last one")
-    steps: int = Field(default=25, gt=0, description="of Adam, on the value of each fact")
-    lr: float = Field(default=0.5, gt=0, description="Adam's")
-    weight_decay: float = Field(default=0.5, ge=0, description="on ‖δ‖/‖h‖²")
-    kl_coef: float = Field(default=0.0625, ge=0, description="keeps what `SUBJECT is a` continues with")
-    enough: float = Field(default=0.05, ge=0, description="a fact whose loss is below this is left as it is")
-    clamp: float = Field(default=0.75, gt=0, description="‖δ‖ is at most so many ‖h‖")
-    covariance_weight: float = Field(default=15_000, gt=0, description="of the second moment of keys")
-    corpus: str | None = Field(
-        default=None, description="a text file, one text a line, to take that moment from; default: the training data"
+    layers: str | list[str] = Field(
+        default="middle:3", description="as in editor.layers; values are set at the last one"
     )
-    corpus_tokens: int = Field(default=100_000, gt=0, description="of it, at most")
-    prefixes: int = Field(default=4, ge=0, description="random texts before the prompt, besides none")
-    prefix_tokens: int = Field(default=8, gt=0, description="tokens of each")
-    cache_dir: str = Field(default="runs/key_moments", description="where the moments are kept, by content")
+    steps: int = Field(default=25, gt=0, description="Adam's steps for the value of each fact")
+    lr: float = Field(default=0.5, gt=0, description="Adam's learning rate")
+    weight_decay: float = Field(default=0.5, ge=0, description="weight of ‖δ‖/‖h‖²")
+    kl_coef: float = Field(default=0.0625, ge=0, description="weight of the KL that keeps how `SUBJECT is a` continues")
+    enough: float = Field(default=0.05, ge=0, description="loss below which a fact is left as it is")
+    clamp: float = Field(default=0.75, gt=0, description="largest ‖δ‖, in units of ‖h‖")
+    covariance_weight: float = Field(default=15_000, gt=0, description="weight of the second moment of keys")
+    corpus: str | None = Field(
+        default=None,
+        description="text file (one text a line) that this moment is taken from; default: the training data",
+    )
+    corpus_tokens: int = Field(default=100_000, gt=0, description="tokens of it, at most")
+    prefixes: int = Field(default=4, ge=0, description="random texts that the prompt is also put behind")
+    prefix_tokens: int = Field(default=8, gt=0, description="tokens of each random text")
+    cache_dir: str = Field(default="runs/key_moments", description="folder that keeps the moments")
 
 
 class UltraEditConfig(Section):
     """UltraEdit."""
 
-    layers: str | list[str] = Field(default="last:6", description="as editor.layers")
+    layers: str | list[str] = Field(default="last:6", description="as in editor.layers")
     ffn: Literal["first", "second"] = Field(default="second", description="which linear of the FFN")
-    tokens: Literal["answer", "all"] = Field(default="answer", description="whose keys and gradients are used")
+    tokens: Literal["answer", "all"] = Field(default="answer", description="tokens whose keys and gradients are used")
     edit_lr: float = Field(default=1e-6, gt=0, description="η")
     damping: float = Field(default=1.0, gt=0, description="λ")
 
 
 class BaselinesConfig(Section):
-    """The rivals."""
+    """The methods that MALMEN is compared with."""
 
     mend: MendConfig = MendConfig()
     ft: FineTuneConfig = FineTuneConfig()
@@ -221,9 +238,9 @@ class BaselinesConfig(Section):
 
 
 class Config(Section):
-    """A whole run."""
+    """All settings of a run."""
 
-    seed: int = Field(default=0, description="of weights, data order and sampling")
+    seed: int = Field(default=0, description="seed of weights, data order and sampling")
     model: ModelConfig = ModelConfig()
     editor: EditorConfig = EditorConfig()
     training: TrainingConfig = TrainingConfig()
@@ -236,7 +253,7 @@ class Config(Section):
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = (), settings: Mapping[str, Any] | None = None) -> Config:
-    """A YAML file, `settings` by name on top of it, and `section.key=value` overrides on top of both."""
+    """The config of a YAML file; `settings` by key come on top of it, `section.key=value` overrides on top of both."""
     raw = {} if path is None else read_yaml(path, "config")
     for key, value in [*(settings or {}).items(), *map(read_override, overrides)]:
         set_key(raw, full_key(key), value)
@@ -244,7 +261,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), settings: Mapp
 
 
 def absolute_paths(config: Config) -> Config:
-    """Files and folders that exist here by their whole paths, for processes with another working directory."""
+    """The config with absolute paths of existing files and folders, for processes with another working directory."""
     raw = config.model_dump(mode="json")
     for values, key in ((raw["data"], "train"), (raw["data"], "validation"), (raw["model"], "name")):
         if values[key] != "builtin" and Path(values[key]).exists():
@@ -255,7 +272,7 @@ def absolute_paths(config: Config) -> Config:
 
 
 def read_yaml(path: Path, what: str) -> dict[str, Any]:
-    """The keys of a YAML file."""
+    """The sections and keys of a YAML file; `what` names it in errors."""
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
@@ -305,7 +322,7 @@ def known_keys() -> list[str]:
 
 
 def describe_settings(model: type[BaseModel] = Config, prefix: str = "") -> list[dict[str, Any]]:
-    """Every setting with its default and what it means."""
+    """Rows of key, default and description, one for each setting."""
     rows: list[dict[str, Any]] = []
     for name, field in model.model_fields.items():
         annotation = field.annotation
@@ -317,14 +334,14 @@ def describe_settings(model: type[BaseModel] = Config, prefix: str = "") -> list
 
 
 def read_override(override: str) -> tuple[str, Any]:
-    """`key=value` of a command line; the value is YAML."""
+    """Key and value of an override `key=value`; the value is YAML."""
     name, equals, value = override.partition("=")
     if not equals:
         raise UsageError(f"cannot read the override {override!r}: expected `key=value`, e.g. training.steps=100")
     try:
         return name, yaml.safe_load(value)
     except yaml.YAMLError as error:
-        raise UsageError(f"cannot read the value of {override!r}") from error
+        raise UsageError(f"cannot read the value of {override!r}: expected YAML, e.g. 100, true or [a, b]") from error
 
 
 def set_key(raw: dict[str, Any], key: str, value: Any) -> None:
@@ -333,7 +350,7 @@ def set_key(raw: dict[str, Any], key: str, value: Any) -> None:
     for part in sections:
         raw = raw.setdefault(part, {})
         if not isinstance(raw, dict):
-            raise UsageError(f"cannot set {key!r}: {part!r} is not a section")
+            raise UsageError(f"cannot set {key!r}: {part!r} is a setting, not a section")
     raw[last] = value
 
 
@@ -346,7 +363,7 @@ def full_key(name: str) -> str:
 
 
 def explain(problem: Any, known: Sequence[str]) -> str:
-    """One of pydantic's complaints for the person who wrote the file; `known` are the keys there are."""
+    """One of pydantic's errors in the words of the config file; `known` are the keys that exist."""
     name = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known

@@ -7,14 +7,14 @@ and the editor only; it is computed once and kept, and taking the fact back subt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
 
-from malmen.data.tokens import EncodedFact, TokenBatch, make_batches
+from malmen.data.tokens import EncodedFact, make_batches
 from malmen.editor import Editor, LayerTargets
 from malmen.errors import EditError
 from malmen.least_squares import NormalEquation
@@ -26,7 +26,7 @@ _OFFSETS, _KEYS, _DIFFS = "offsets", "keys", "value_diffs"
 
 @dataclass(frozen=True)
 class FactRows:
-    """The rows of some facts: by layer the targets of all their tokens, and where each fact's begin and end."""
+    """The rows of a list of facts: by layer, the targets of all their tokens and where each fact's begin and end."""
 
     targets: dict[str, LayerTargets]
     offsets: dict[str, list[int]]  # by layer, one more than there are facts
@@ -76,7 +76,7 @@ class FactRows:
 
     @classmethod
     def of_tensors(cls, named: Mapping[str, Tensor]) -> FactRows:
-        """What `tensors` gave."""
+        """The rows from the tensors that `tensors` gave."""
         layers = [name.removesuffix(f"/{_OFFSETS}") for name in named if name.endswith(f"/{_OFFSETS}")]
         return cls(
             {name: LayerTargets(named[f"{name}/{_KEYS}"], named[f"{name}/{_DIFFS}"]) for name in layers},
@@ -84,13 +84,11 @@ class FactRows:
         )
 
 
-def fact_rows(
-    lm: LanguageModel, editor: Editor, facts: Sequence[EncodedFact], on_batch: Callable[[int], None] | None = None
-) -> FactRows:
-    """Trace these facts on the unedited LM and ask the hyper-network what they want; `on_batch` hears of facts done."""
+def fact_rows(lm: LanguageModel, editor: Editor, facts: Sequence[EncodedFact]) -> FactRows:
+    """Trace these facts on the unedited LM and compute their targets with the hyper-network."""
     config = editor.config
     batches = make_batches(facts, config.batch.token_budget, lm.pad_id)
-    traces = trace(lm, editor.layers, _counted(batches, on_batch), config.editor.tokens)
+    traces = trace(lm, editor.layers, batches, config.editor.tokens)
     offsets = {
         layer.name: _running_sum(fact.num_traced(layer.stack, config.editor.tokens) for fact in facts)
         for layer in editor.layers
@@ -106,15 +104,14 @@ class EditSet:
         self.equations = equations
 
     def changed(self, added: Iterable[FactRows] = (), removed: Iterable[FactRows] = ()) -> EditSet:
-        """This set with some facts more and some less."""
+        """A new set: this one with these facts added and removed."""
         sums, count = self.equations, self.num_facts
         for rows, sign in chain(((rows, 1) for rows in added), ((rows, -1) for rows in removed)):
             if len(rows) == 0:
                 continue
-            found = rows.equations()
             if sign < 0 and sums is None:
                 raise EditError(f"cannot remove {len(rows)} facts from a set that holds none")
-            sums = found if sums is None else _combine(sums, found, sign)
+            sums = rows.equations() if sums is None else _combine(sums, rows.equations(), sign)
             count += sign * len(rows)
         if count < 0:
             raise EditError(f"cannot remove {self.num_facts - count} facts from a set of {self.num_facts}")
@@ -128,9 +125,9 @@ class EditSet:
 
 
 def _combine(
-    sums: Mapping[str, NormalEquation], found: Mapping[str, NormalEquation], sign: int
+    sums: Mapping[str, NormalEquation], change: Mapping[str, NormalEquation], sign: int
 ) -> dict[str, NormalEquation]:
-    return {name: sums[name] + found[name] if sign > 0 else sums[name] - found[name] for name in sums}
+    return {name: sums[name] + change[name] if sign > 0 else sums[name] - change[name] for name in sums}
 
 
 def _running_sum(counts: Iterable[int]) -> list[int]:
@@ -138,12 +135,3 @@ def _running_sum(counts: Iterable[int]) -> list[int]:
     for count in counts:
         total.append(total[-1] + count)
     return total
-
-
-def _counted(batches: Sequence[TokenBatch], on_batch: Callable[[int], None] | None) -> Iterator[TokenBatch]:
-    done = 0
-    for batch in batches:
-        yield batch
-        done += len(batch.facts)
-        if on_batch:
-            on_batch(done)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,22 +24,46 @@ from malmen.hypernet import HypernetRows, HyperNetwork, Statistics, run_in_batch
 from malmen.least_squares import NormalEquation, Pullback, token_residuals
 from malmen.lm.layers import LayerSpec
 from malmen.lm.trace import Traces, trace
-from malmen.shards import Alone, Shards
+from malmen.shards import Shards, SolvedShard
 
 if TYPE_CHECKING:  # a process that only holds an editor does not wait for transformers
     from malmen.lm.model import LanguageModel
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from malmen.shards import SolvedShard
+class LayerTargets(NamedTuple):
+    """Rows are tokens. Under `aggregation: sum` they are pseudo keys and scaled gradients: S = Σ diffᵀ key."""
+
+    keys: Tensor  # u (tokens, key)
+    value_diffs: Tensor  # d (tokens, value)
+
+
+@dataclass
+class Solved:
+    """The shifts of one set of edits, and what `backward` needs of their computation."""
+
+    traces: Traces
+    shifts: dict[str, Tensor]  # S* in float64
+    solutions: dict[str, SolvedShard] = field(default_factory=dict)
+    value_diffs: dict[str, Tensor] = field(default_factory=dict)
+    kept: dict[str, list[HypernetRows]] = field(default_factory=dict)  # by network, with the graph
+
+    def mean_residual(self) -> float | None:
+        """MR: the mean of the residuals over layers and tokens (§5.2); None for a sum, which solves nothing."""
+        return float(self.residuals().mean()) if self.value_diffs else None
+
+    def residuals(self) -> Tensor:
+        """r_j = ‖S*u_j − d_j‖ / ‖d_j‖ of each layer and token."""
+        residuals = [torch.zeros(0, dtype=torch.float64)]
+        for name, diffs in self.value_diffs.items():
+            residuals.append(token_residuals(self.traces[name].keys.double(), self.shifts[name], diffs.double()).cpu())
+        return torch.cat(residuals)
 
 
 class Editor(nn.Module):
     """θ for a set of layers: one hyper-network per layer shape.
 
-    Several editors may share the work (shards.py): each is then given traces of some layers and tokens
-    only, and meets the others through `shards`.
+    Several editors may share the work: each then has the traces of a part of the layers and tokens, and
+    exchanges sums with the others through `shards` (shards.py).
     """
 
     def __init__(self, layers: Sequence[LayerSpec], config: Config) -> None:
@@ -46,7 +71,7 @@ class Editor(nn.Module):
         if not layers:
             raise EditError("an editor needs at least one layer to edit")
         self.layers, self.config = list(layers), config
-        self.shards: Shards = Alone()
+        self.shards = Shards()  # replaced where several editors share the work
         self.groups: dict[str, list[LayerSpec]] = {}
         for layer in layers:
             self.groups.setdefault(f"{layer.key_size}x{layer.value_size}", []).append(layer)
@@ -96,16 +121,17 @@ class Editor(nn.Module):
     def observe(self, traces: Traces) -> None:
         """Merge the traces into the running normalisers; training only."""
         mine = {}
-        for name, found in traces.items():
+        for name, (keys, value_grads) in traces.items():
             net, _ = self._find(name)
-            mine[name] = Statistics.of(net.features(*found))
+            mine[name] = Statistics.of(net.features(keys, value_grads))
         for name, statistics in self.shards.gather_statistics(mine):
             net, index = self._find(name)
             net.norm.merge(index, statistics)
 
     @torch.no_grad()
     def preserve(self, moments: Mapping[str, Tensor]) -> None:
-        """E[u uᵀ] of some layers (key, key): keys whose outputs shall stay, weighed by `editor.preserved_weight`."""
+        """Set E[u uᵀ] by layer (key, key), of keys whose outputs stay as they are as far as `editor.preserved_weight`
+        weighs."""
         for name, moment in moments.items():
             net, index = self._find(name)
             assert net.moments is not None, "editor.preserved_weight is 0, or the shifts are summed"
@@ -146,7 +172,7 @@ class Editor(nn.Module):
 
     @torch.no_grad()
     def layer_targets(self, traces: Traces) -> dict[str, LayerTargets]:
-        """What the tokens ask of each layer, row by row: all that a set of edits needs to know of a fact."""
+        """The targets of each layer, row by row: all that a set of edits needs of a fact."""
         if self.config.editor.aggregation == "sum":
             parts = list(self._solve_rows(traces, None))
             return {
@@ -158,10 +184,6 @@ class Editor(nn.Module):
             }
         diffs = self._value_diffs(traces, None)
         return {name: LayerTargets(traces[name].keys, diffs[name]) for name in diffs}
-
-    def equations(self, traces: Traces) -> dict[str, NormalEquation]:
-        """The normal equation of each layer for these traces alone: sets of edits add and subtract."""
-        return {name: NormalEquation.of(*targets) for name, targets in self.layer_targets(traces).items()}
 
     def solve_equations(self, equations: Mapping[str, NormalEquation]) -> dict[str, Tensor]:
         """Shifts from summed equations; a sum of shifts (MEND) is their cross term itself."""
@@ -215,7 +237,7 @@ class Editor(nn.Module):
         return adam_state(self, self.optimizer())
 
     def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """What `optimizer_state` gave."""
+        """Restore the state that `optimizer_state` gave."""
         load_adam_state(self, self.optimizer(), tensors)
 
     # --- the hyper-network in batches ----------------------------------------------------------------
@@ -240,7 +262,7 @@ class Editor(nn.Module):
 
     def _value_diffs(self, traces: Traces, kept: dict[str, list[HypernetRows]] | None) -> dict[str, Tensor]:
         dtype = self._net(next(iter(self.groups))).log_edit_lr.dtype
-        diffs = {name: torch.empty_like(found.value_grads, dtype=dtype) for name, found in traces.items()}
+        diffs = {name: torch.empty_like(value_grads, dtype=dtype) for name, (_, value_grads) in traces.items()}
         for part in self._solve_rows(traces, kept):
             diffs[part.layer][part.rows] = part.value_diffs().detach()
         return diffs
@@ -289,8 +311,8 @@ class Editor(nn.Module):
             return None
         if not bool(torch.isfinite(net.moments[index]).all()):
             raise EditError(
-                f"editor.preserved_weight is {self.config.editor.preserved_weight:g}, but this editor was not told "
-                "which keys to preserve: make it with malmen.training.make_editor, or call its `preserve`"
+                f"editor.preserved_weight is {self.config.editor.preserved_weight:g}, but this editor has no "
+                "keys to preserve: create it with malmen.training.make_editor, or call its `preserve`"
             )
         return self.config.editor.preserved_weight * net.moments[index].double()
 
@@ -320,37 +342,8 @@ def seeded_editor(layers: Sequence[LayerSpec], config: Config) -> Editor:
 def _check_finite(shifts: Mapping[str, Tensor]) -> None:
     broken = [name for name, shift in shifts.items() if not bool(torch.isfinite(shift).all())]
     if broken:
-        raise EditError(f"the shift of {', '.join(broken)} is not finite: look at the value gradients and the editor")
+        raise EditError(f"the shift of {', '.join(broken)} is not finite: check the value gradients and the editor")
 
 
 def _finite(grad: Tensor | None) -> bool:
     return grad is None or bool(torch.isfinite(grad).all())
-
-
-class LayerTargets(NamedTuple):
-    """Rows are tokens. Under `aggregation: sum` they are pseudo keys and scaled gradients: S = Σ diffᵀ key."""
-
-    keys: Tensor  # u (tokens, key)
-    value_diffs: Tensor  # d (tokens, value)
-
-
-@dataclass
-class Solved:
-    """The shifts of one set of edits, and what `backward` needs of how they came about."""
-
-    traces: Traces
-    shifts: dict[str, Tensor]  # S* in float64
-    solutions: dict[str, SolvedShard] = field(default_factory=dict)
-    value_diffs: dict[str, Tensor] = field(default_factory=dict)
-    kept: dict[str, list[HypernetRows]] = field(default_factory=dict)  # by network, with the graph
-
-    def mean_residual(self) -> float | None:
-        """MR: the mean of the residuals over layers and tokens (§5.2); None for a sum, which solves nothing."""
-        return float(self.residuals().mean()) if self.value_diffs else None
-
-    def residuals(self) -> Tensor:
-        """r_j = ‖S*u_j − d_j‖ / ‖d_j‖ of each layer and token."""
-        residuals = [torch.zeros(0, dtype=torch.float64)]
-        for name, diffs in self.value_diffs.items():
-            residuals.append(token_residuals(self.traces[name].keys.double(), self.shifts[name], diffs.double()).cpu())
-        return torch.cat(residuals)

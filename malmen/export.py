@@ -1,6 +1,6 @@
-"""An edit for those who do not have malmen: a delta, a LoRA adapter, or a merged checkpoint.
+"""An edit in files that need no malmen: a delta, a LoRA adapter, or a merged checkpoint.
 
-The only place where W + S is written down, and it is written to files: the language model that is given stays as it is.
+This is the only place that writes W + S, and it writes to files: the given language model stays as it is.
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ _Notes = dict[str, dict[str, Any]]  # layer -> what the manifest says of it
 _KINDS: dict[Kind, tuple[str, str | None]] = {  # what loads a model of this kind, and what PEFT calls it
     "decoder": ("transformers.AutoModelForCausalLM", "CAUSAL_LM"),
     "encoder-decoder": ("transformers.AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM"),
-    "classifier": (
-        "malmen.lm.FirstTokenClassifier",
-        None,
-    ),  # as SEQ_CLS its head would be looked for in the adapter
+    "classifier": ("malmen.lm.FirstTokenClassifier", None),  # PEFT would look for a SEQ_CLS head in the adapter
 }
 _LOAD = "from {home} import {loader}\nmodel = {loader}.from_pretrained({arguments})"
 _SNIPPETS: dict[ExportKind, str] = {
@@ -61,7 +58,7 @@ def export_edit(
     max_rank: int = 512,
     info: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Write `folder`, whole or not at all, and return its manifest, into which `facts` and `info` go as they are.
+    """Write `folder`, completely or not at all, and return its manifest, which holds `facts` and `info` as given.
 
     `model_name` is where others find the base model; `max_rank` is the largest rank of a LoRA layer.
     """
@@ -95,7 +92,7 @@ def export_edit(
 
 
 def verify_export(folder: Path) -> dict[str, Any]:
-    """The manifest of an export, of which every file is as it was written."""
+    """The manifest of an export; EditError unless every file is as it was written."""
     manifest = _read_manifest(folder)
     for name, stated in manifest["files"].items():
         path = folder / name
@@ -112,13 +109,15 @@ def _check_target(folder: Path, model_name: str) -> None:
         _read_manifest(folder)
     source = Path(_source(model_name)[0])
     if source.exists() and source.resolve().is_relative_to(folder.resolve()):
-        raise EditError(f"{folder} holds the base model {model_name!r}: it is not replaced; choose another place")
+        raise EditError(
+            f"{folder} holds the base model {model_name!r}, which must not be replaced: choose another folder"
+        )
 
 
 def _check_shifts(lm: LanguageModel, shifts: Shifts) -> dict[str, Tensor]:
     """The shifts (value, key) on the CPU in the type they are stored in: float32, or the float64 of a float64 model."""
     if not shifts:
-        raise EditError("the edit changes no layer: there is nothing to export")
+        raise EditError("the edit changes no layer, so nothing can be exported")
     stored = {}
     for layer in find_layers(lm.model, list(shifts)):  # refuses what is no layer of this model, and names the nearest
         shift, sizes = shifts[layer.name], (layer.value_size, layer.key_size)
@@ -133,7 +132,7 @@ def _check_shifts(lm: LanguageModel, shifts: Shifts) -> dict[str, Tensor]:
 
 
 def _write_delta(folder: Path, lm: LanguageModel, shifts: Shifts) -> _Notes:
-    """What is to be added to each parameter, as the parameter itself lies."""
+    """The change of each parameter, oriented as the parameter is."""
     deltas = {f"{name}.weight": _as_weight(lm, name, shift).contiguous() for name, shift in shifts.items()}
     save_file(deltas, folder / "delta.safetensors", metadata={"format": "pt"})
     return {name: {} for name in shifts}
@@ -263,13 +262,13 @@ def _readme(kind: ExportKind, base: dict[str, Any], shifts: Shifts, facts: int) 
 
 
 def _sizes(lm: LanguageModel, name: str, shift: Tensor) -> dict[str, Any]:
-    norm, whole = float(shift.double().norm()), lm.weight_norm(name)
+    norm, weight_norm = float(shift.double().norm()), lm.weight_norm(name)
     shape = list(_as_weight(lm, name, shift).shape)
-    return {"shape": shape, "norm": norm, "ratio": norm / whole if whole else None}
+    return {"shape": shape, "norm": norm, "ratio": norm / weight_norm if weight_norm else None}
 
 
 def _as_weight(lm: LanguageModel, name: str, shift: Tensor) -> Tensor:
-    """A shift (value, key) as the layer's weight lies; by type, for a square one's shape does not tell."""
+    """A shift (value, key) oriented as the layer's weight; by type, because shapes of square layers do not tell."""
     return shift.T if is_conv1d(lm.model.get_submodule(name)) else shift
 
 
@@ -296,7 +295,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise EditError(f"{path} is not JSON: {error}; it is damaged, or no manifest of an export") from error
-    found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found != FORMAT or not isinstance(manifest.get("files"), dict):
-        raise EditError(f"{path} is no manifest of an export: its format is {found!r}, expected {FORMAT!r}")
+    format_ = manifest.get("format") if isinstance(manifest, dict) else None
+    if format_ != FORMAT or not isinstance(manifest.get("files"), dict):
+        raise EditError(f"{path} is no manifest of an export: its format is {format_!r}, expected {FORMAT!r}")
     return cast(dict[str, Any], manifest)

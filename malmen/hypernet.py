@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from malmen.lm.trace import LayerTrace, Traces
 
+_ROUNDING = 1e-7  # of float32 features, relative to their mean
+
 
 @dataclass(frozen=True)
 class Statistics:
-    """Some rows of one layer, as far as a normaliser wants to know them; float64."""
+    """Count, mean and squared deviations of rows of one layer, in float64."""
 
     count: Tensor  # ()
     mean: Tensor  # (features,)
@@ -27,7 +29,7 @@ class Statistics:
 
     @classmethod
     def of(cls, rows: Tensor) -> Statistics:
-        """Of these rows (tokens, features); there may be none."""
+        """Of these rows (tokens, features); an empty list is allowed."""
         rows = rows.double()
         mean = rows.mean(0) if len(rows) else rows.new_zeros(rows.shape[1])
         return cls(rows.new_tensor(float(len(rows))), mean, (rows - mean).square().sum(0))
@@ -65,7 +67,7 @@ class RunningNorm(nn.Module):
         """Standard deviations (layers, features); 1 where a feature has shown no variation."""
         deviation = (self.squares / self.count.clamp(min=1)[:, None]).sqrt()
         # A feature that never varied has a deviation of rounding errors only: dividing by it would blow them up.
-        return torch.where(deviation > 1e-7 * self.mean.abs(), deviation, torch.ones_like(deviation))
+        return torch.where(deviation > _ROUNDING * self.mean.abs(), deviation, torch.ones_like(deviation))
 
     def forward(self, layers: Tensor, rows: Tensor) -> Tensor:
         mean, deviation = self.mean.to(rows.dtype), self.deviation().to(rows.dtype)
@@ -99,10 +101,10 @@ class HyperNetwork(nn.Module):
         key_size: int,
         value_size: int,
         *,
-        rank: int = 1920,
-        num_blocks: int = 2,
-        edit_lr: float = 1e-6,
-        damping: float = 1.0,
+        rank: int,
+        num_blocks: int,
+        edit_lr: float,
+        damping: float,
         preserving: bool = False,
     ) -> None:
         super().__init__()
@@ -133,7 +135,7 @@ class HyperNetwork(nn.Module):
 
 @dataclass
 class HypernetRows:
-    """The hyper-network's output for some consecutive tokens of one layer."""
+    """The hyper-network's output for consecutive tokens of one layer."""
 
     layer: str
     rows: slice
@@ -149,7 +151,7 @@ class HypernetRows:
 def run_in_batches(
     net: HyperNetwork, layers: Sequence[str], traces: Traces, rows_at_once: int, *, grad: bool
 ) -> Iterator[list[HypernetRows]]:
-    """The network over all tokens of its layers, of which some may have no traces here."""
+    """The network over all tokens of its layers, batch by batch; layers without traces are left out."""
     counts = [len(traces[name].keys) if name in traces else 0 for name in layers]
     for batch in _cut(counts, rows_at_once):
         parts = [LayerTrace(*(part[rows] for part in traces[layers[index]])) for index, rows in batch]
@@ -160,7 +162,7 @@ def run_in_batches(
         with torch.set_grad_enabled(grad):
             pseudo_keys, scaled_grads = net(members.to(keys.device), keys, value_grads)
         outputs = zip(batch, pseudo_keys.split(sizes), scaled_grads.split(sizes), keys.split(sizes), strict=True)
-        yield [HypernetRows(layers[index], rows, *some) for (index, rows), *some in outputs]
+        yield [HypernetRows(layers[index], rows, *tensors) for (index, rows), *tensors in outputs]
 
 
 def _cut(counts: Sequence[int], rows_at_once: int) -> list[list[tuple[int, slice]]]:

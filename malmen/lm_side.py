@@ -87,9 +87,8 @@ class LMSide:
         for layer in self.layers:
             counts = [fact.num_traced(layer.stack, tokens) for _, fact in fresh]
             for name, part in zip(names[layer.name], traces[layer.name], strict=True):
-                rows_of_fresh = zip(fresh, part.split(counts), strict=True)
-                for (place, _), some in rows_of_fresh:
-                    rows[place][name] = some
+                for (place, _), fact_rows in zip(fresh, part.split(counts), strict=True):
+                    rows[place][name] = fact_rows
                 for place, fact in known:
                     rows[place][name] = cache.get(name, fact).to(lm.device)
         for place, fact in fresh:

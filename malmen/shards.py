@@ -1,7 +1,7 @@
-"""Several editors that share the work of one: who has which tokens, and where they meet.
+"""Several editors that share the work of one: how the tokens are divided, and what the editors exchange.
 
-The work is divided by layer first, by tokens second. What each layer gives is a sum over its tokens, so
-shards meet in sums only: the normaliser's statistics, the normal equation, and the gradient of θ. After
+The work is divided by layer first, by tokens second. Every result of a layer is a sum over its tokens, so
+the editors exchange sums only: the normaliser's statistics, the normal equation, and the gradient of θ. After
 every step all editors hold the same θ, and θ itself never travels.
 """
 
@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import floor
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,14 +22,14 @@ from malmen.least_squares import DualSolution, NormalEquation, Pullback, Solutio
 
 @dataclass(frozen=True)
 class Share:
-    """A part of one layer's tokens: of every list of them, those between two fractions of its length."""
+    """A part of one layer's tokens: those between two fractions of the length of their list."""
 
     layer: str
     start: Fraction = Fraction(0)
     stop: Fraction = Fraction(1)
 
     def rows(self, count: int) -> slice:
-        """Its rows of a list of so many; the shares of a layer cover the list without overlap."""
+        """Its rows of a list of `count`; the shares of a layer cover the list without overlap."""
         return slice(floor(self.start * count), floor(self.stop * count))
 
 
@@ -58,61 +57,29 @@ def find_members(plan: Sequence[Sequence[Share]]) -> dict[str, list[int]]:
     return members
 
 
-class Shards(Protocol):
-    """What an editor asks of the others."""
+class Shards:
+    """What an editor asks of the editors that it shares the work with; as it is, there are none."""
 
     def gather_statistics(self, mine: Mapping[str, Statistics]) -> Iterable[tuple[str, Statistics]]:
-        """Everybody's statistics, by layer, in the same order everywhere."""
-
-    def solve(
-        self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float, preserved: Tensor | None
-    ) -> SolvedShard:
-        """S* for all tokens of the layer, given one's own; everybody knows the keys to preserve."""
-
-    def sum_shift(self, layer: str, shift: Tensor) -> Tensor:
-        """The sum of everybody's shift of the layer (MEND's way of merging)."""
-
-    def leads(self, layer: str) -> bool:
-        """Whether what must be added once for the layer is one's own to add."""
-
-    def sum_grads(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The sum of everybody's gradients, in place."""
-
-
-class SolvedShard(Protocol):
-    """A solution, seen from one's own tokens."""
-
-    @property
-    def shift(self) -> Tensor:
-        """S* (value, key)."""
-
-    def pull_back(self, shift_grad: Tensor, keys: Tensor) -> Pullback:
-        """How a gradient of S* reaches one's own tokens, whose keys are given."""
-
-
-class Alone:
-    """One editor that has all tokens of all layers."""
-
-    def gather_statistics(self, mine: Mapping[str, Statistics]) -> Iterable[tuple[str, Statistics]]:
-        """One's own."""
+        """The statistics of all editors, by layer, in the same order everywhere."""
         return mine.items()
 
     def solve(
         self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float, preserved: Tensor | None
-    ) -> Solution:
-        """The least-squares problem as it is."""
+    ) -> SolvedShard:
+        """S* for all tokens of the layer, given this editor's; all editors know the keys to preserve."""
         return solve_least_squares(keys, value_diffs, damping, preserved)
 
     def sum_shift(self, layer: str, shift: Tensor) -> Tensor:
-        """One's own."""
+        """The sum of all editors' shifts of the layer (MEND's way of merging)."""
         return shift
 
     def leads(self, layer: str) -> bool:
-        """There is nobody else."""
+        """Whether what must be added once for the layer is this editor's to add."""
         return True
 
     def sum_grads(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Nothing to add."""
+        """The sum of all editors' gradients, in place."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +88,7 @@ class PartOfDual:
 
     solution: DualSolution
     all_keys: Tensor  # (all tokens, key)
-    rows: slice  # one's own
+    rows: slice  # this editor's
 
     @property
     def shift(self) -> Tensor:
@@ -129,13 +96,16 @@ class PartOfDual:
         return self.solution.shift
 
     def pull_back(self, shift_grad: Tensor, _keys: Tensor) -> Pullback:
-        """∇_D L of one's own tokens; dL/dλ of all."""
-        whole = self.solution.pull_back(shift_grad, self.all_keys)
-        assert whole.diffs_grad is not None
-        return replace(whole, diffs_grad=whole.diffs_grad[self.rows])
+        """∇_D L of this editor's tokens; dL/dλ of all."""
+        pullback = self.solution.pull_back(shift_grad, self.all_keys)
+        assert pullback.diffs_grad is not None
+        return replace(pullback, diffs_grad=pullback.diffs_grad[self.rows])
 
 
-class ProcessGroupShards:
+SolvedShard = Solution | PartOfDual  # a solution, seen from the tokens of one editor
+
+
+class ProcessGroupShards(Shards):
     """Editors in processes of their own, one for each rank of torch's default process group."""
 
     def __init__(self, layer_features: Mapping[str, int]) -> None:
@@ -145,7 +115,7 @@ class ProcessGroupShards:
         self.groups = {layer: dist.new_group(ranks) for layer, ranks in self.members.items() if len(ranks) > 1}
 
     def gather_statistics(self, mine: Mapping[str, Statistics]) -> Iterable[tuple[str, Statistics]]:
-        """Everybody's, by layer and rank."""
+        """By layer, then by rank."""
         like = next(iter(mine.values())).mean
         flat = torch.cat([_flatten(mine.get(layer), size, like) for layer, size in self.features.items()])
         received = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
@@ -174,23 +144,23 @@ class ProcessGroupShards:
         return equation.solve(damping, preserved)
 
     def sum_shift(self, layer: str, shift: Tensor) -> Tensor:
-        """Over those who have tokens of the layer."""
+        """Over the members of the layer."""
         if len(self.members[layer]) > 1:
             self.sum_tensor(layer, shift)
         return shift
 
     def leads(self, layer: str) -> bool:
-        """The first of those who have tokens of the layer."""
+        """True for the first member of the layer."""
         return self.members[layer][0] == self.world_rank
 
     def sum_grads(self, parameters: Iterable[nn.Parameter]) -> None:
-        """One sum for each parameter; who had nothing to do adds zero."""
+        """One sum for each parameter; an editor without a gradient adds zero."""
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)
 
-    # --- the transport among those who share a layer: `malmen plan` has one without processes ----------------
+    # --- the transport among the members of a layer; `malmen plan` overrides it -----------------------------
 
     def count_tokens(self, layer: str, mine: int) -> list[int]:
         """How many tokens of the layer each member has."""

@@ -58,7 +58,7 @@ def train(
     on_step: Callable[[int, StepReport], None] | None = None,
     on_evaluation: Callable[[int, dict[str, Any]], None] | None = None,
 ) -> TrainingRun:
-    """Train an editor into `folder`; an unfinished run of the same config there is gone on with, to the same θ."""
+    """Train an editor into `folder`. An unfinished run of the same config there is resumed, to the same θ."""
     start = time.perf_counter()
     check_held_out(config)
     opened = RunFolder.open(folder, config, resume=resume)
@@ -71,9 +71,9 @@ def train(
     sampler = Sampler(config, fact_encoder(lm, config.data), training_records(config))
     records = validation_records(config)
     sampler.check_lengths()
-    asked = check_enough(records, config.training.eval_edits or config.training.num_edits)
-    check_encodable(sampler.encoder, asked)
-    if shared := shared_facts(config, sampler.records(0), asked):
+    held_out = check_enough(records, config.training.eval_edits or config.training.num_edits)
+    check_encodable(sampler.encoder, held_out)
+    if shared := shared_facts(config, sampler.records(0), held_out):
         log.warning(shared)
     editor = (
         make_editor(lm, config) if opened.checkpoint is None else load_editor(opened.checkpoint, lm, optimizer=True)
@@ -114,12 +114,12 @@ def train(
 
 
 def _is_measured(training: TrainingConfig, step: int) -> bool:
-    """Whether held-out records are edited after this step. The last one is for the caller to measure."""
+    """Whether held-out records are evaluated after this step; after the last one the caller does it."""
     return bool(training.eval_every and step % training.eval_every == 0 and 0 < step < training.steps)
 
 
 def make_editor(lm: LanguageModel, config: Config) -> Editor:
-    """A fresh editor, drawn from the config's seed; if keys are to be preserved, it knows them."""
+    """A fresh editor, drawn from the config's seed, with the keys that it is to preserve, if any."""
     editor = seeded_editor(find_layers(lm.model, config.editor.layers, config.editor.ffn), config).to(lm.device)
     if config.editor.preserving:
         log.info("reading the texts whose keys are to be preserved")
@@ -138,11 +138,11 @@ def evaluate_editor(
     generate: bool = True,
     on_progress: OnProgress | None = None,
 ) -> Evaluation:
-    """Edit the first held-out records at once and measure."""
-    some = check_enough(records, edits or config.training.eval_edits or config.training.num_edits)
-    solved = editor.edit(lm, edits_of(some))
+    """Edit the first held-out records all at once, and evaluate the edit."""
+    chosen = check_enough(records, edits or config.training.eval_edits or config.training.num_edits)
+    solved = editor.edit(lm, edits_of(chosen))
     return evaluate(
-        lm, some, solved.shifts, config,
+        lm, chosen, solved.shifts, config,
         generate=generate, residual=solved.mean_residual(), on_progress=on_progress,
     )  # fmt: skip
 
@@ -158,7 +158,7 @@ def evaluate_sets(
     generate: bool = True,
     on_progress: OnProgress | None = None,
 ) -> list[Evaluation]:
-    """Several disjoint sets of edits, each laid over the unedited model."""
+    """Evaluations of several disjoint sets of edits, each of the unedited model."""
     chosen = compatible_records(records, sets * edits)
 
     def evaluate_set(number: int) -> Evaluation:
@@ -170,10 +170,8 @@ def evaluate_sets(
 
 
 def check_enough(records: list[EditRecord], number: int) -> list[EditRecord]:
-    """The first so many different ones; EditError if there are fewer."""
-    some = compatible_records(records, number)
-    if len(some) < number:
-        raise EditError(
-            f"{number} held-out edits were asked for, but there are only {len(some)} different records to edit"
-        )
-    return some
+    """The first `number` records that edit different prompts; EditError if there are fewer."""
+    chosen = compatible_records(records, number)
+    if len(chosen) < number:
+        raise EditError(f"{number} held-out edits are needed, but only {len(chosen)} different records exist")
+    return chosen

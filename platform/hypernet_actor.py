@@ -29,7 +29,7 @@ from malmen.lm.trace import LayerTrace, Traces
 from malmen.platform.cluster import on_given_gpu
 from malmen.platform.wire import Arrays, peak_memory_mb, to_array, to_arrays, to_tensor
 from malmen.runs.checkpoint import load_editor, save_checkpoint
-from malmen.shards import Alone, ProcessGroupShards
+from malmen.shards import ProcessGroupShards, Shards
 
 EVALUATION = -1  # the step that stands for an edit outside training
 NOTHING = -2
@@ -62,7 +62,7 @@ class HypernetActor:
 
     def leave(self) -> None:
         """Out of the process group. It closes the connections, so peers that wait for this actor fail at once."""
-        self.generation, self.editor.shards = None, Alone()
+        self.generation, self.editor.shards = None, Shards()
         if dist.is_initialized():
             dist.destroy_process_group()
         self._store = None

@@ -1,7 +1,4 @@
-"""The second moment of a layer's keys, E[u uᵀ], over plain text: what MEMIT must not disturb.
-
-Computed once, text by text, and kept in a file whose name is a hash of all it depends on.
-"""
+"""The second moment of a layer's keys, E[u uᵀ], over texts whose outputs an edit should not disturb."""
 
 from __future__ import annotations
 
@@ -23,107 +20,14 @@ from torch import Tensor, nn
 
 from malmen.data.tokens import EncodedFact, TokenBatch, make_batches
 from malmen.errors import EditError
+from malmen.lm.hooks import hooked
 from malmen.lm.layers import LayerSpec
 from malmen.lm.model import LanguageModel
 from malmen.lm.trace import rows_at
 
-_TEXTS_AT_ONCE = 256
-
-
-@dataclass(frozen=True)
-class KeyMoments:
-    """E[u uᵀ] by layer (key, key) in float64, and the seconds that it took whoever computed it."""
-
-    by_layer: dict[str, Tensor]
-    seconds: float
-
-
-def read_texts(path: Path) -> Iterator[str]:
-    """One text a line, read as far as they are asked for."""
-    some = False
-    try:
-        with path.open(encoding="utf-8") as file:
-            for line in file:
-                if line.strip():
-                    some = True
-                    yield line.strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise EditError(f"cannot read the corpus {path}: {error}") from error
-    if not some:
-        raise EditError(f"the corpus {path} holds no text: expected one text a line")
-
-
-def key_moments(
-    lm: LanguageModel, layers: Sequence[LayerSpec], texts: Iterable[str], max_tokens: int, *,
-    token_budget: int = 4096, cache: Path | None = None, on_tokens: Callable[[int], None] | None = None,
-) -> KeyMoments:  # fmt: skip
-    """Of the first `max_tokens` tokens of the texts; what comes after them is not read."""
-    parts = list(_some_at_a_time(lm, texts, max_tokens))
-    about = [lm.fingerprint(), [layer.name for layer in layers], [fact.input_ids for part in parts for fact in part]]
-    name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
-    kept = cache / f"{name}.safetensors" if cache is not None else None
-    if kept is not None and kept.is_file():
-        return _read(kept, lm)
-    began, sums, count = time.perf_counter(), KeySums(lm, layers), 0
-    for encoded in parts:
-        for batch in make_batches(encoded, token_budget, lm.pad_id):
-            sums.read(batch)
-        count += sum(len(fact.input_ids) for fact in encoded)
-        if on_tokens:
-            on_tokens(count)
-    found = KeyMoments(sums.moments(), time.perf_counter() - began)
-    if kept is not None:
-        _write(kept, found)
-    return found
-
-
-def _read(path: Path, lm: LanguageModel) -> KeyMoments:
-    with safe_open(path, framework="pt") as file:
-        seconds = float(file.metadata()["seconds"])
-    return KeyMoments({key: found.to(lm.device) for key, found in load_file(path).items()}, seconds)
-
-
-def _write(path: Path, found: KeyMoments) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {key: moment.cpu().contiguous() for key, moment in found.by_layer.items()}
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:  # several may compute the same at the same time
-        save_file(tensors, Path(scratch) / path.name, metadata={"seconds": str(found.seconds)})
-        os.replace(Path(scratch) / path.name, path)
-
-
-def _some_at_a_time(lm: LanguageModel, texts: Iterable[str], max_tokens: int) -> Iterator[list[EncodedFact]]:
-    """Texts as token lists, none longer than the model reads, until there are enough tokens."""
-    longest, taken, left = lm.max_positions or 1024, 0, iter(texts)
-    while some := list(islice(left, _TEXTS_AT_ONCE)):
-        encoded = []
-        for ids in lm.tokenizer(some)["input_ids"]:
-            ids = ids[: min(longest, max_tokens - taken)]
-            taken += len(ids)
-            if ids:
-                encoded.append(EncodedFact(ids, len(ids) - 1, [0]))
-        if encoded:
-            yield encoded
-        if taken >= max_tokens:
-            return
-
-
-_AT_ONCE = 4 * 2**30  # bytes of sums; what goes beyond is read again
-
-
-def layers_at_once(layers: Sequence[LayerSpec], limit: int = _AT_ONCE) -> list[list[LayerSpec]]:
-    """Parts of the layers whose sums fit into so many bytes; each has one at least."""
-    parts: list[list[LayerSpec]] = []
-    for layer in layers:
-        if parts and sums_bytes([*parts[-1], layer]) <= limit:
-            parts[-1].append(layer)
-        else:
-            parts.append([layer])
-    return parts
-
-
-def sums_bytes(layers: Sequence[LayerSpec]) -> int:
-    """What the sums of these layers take."""
-    return sum(8 * layer.key_size**2 for layer in layers)
+_SUMS_BYTES = 4 * 2**30  # of sums held at once; the texts are read again for the layers beyond it
+_TEXTS_AT_ONCE = 256  # given to the tokenizer in one call
+_UNLIMITED_LENGTH = 1024  # tokens of a text, at most, where the model itself sets no limit
 
 
 class KeySums:
@@ -139,15 +43,12 @@ class KeySums:
     def read(self, batch: TokenBatch) -> None:
         """Run the model and add the keys of all tokens; those of a batch that does not count are left out."""
         batch = batch.to(self.lm.device)
-        handles = []
-        try:
-            for layer in self.layers if batch.counts else ():
-                module = self.lm.model.get_submodule(layer.name)
-                handles.append(module.register_forward_pre_hook(self._hook(layer.name, batch.masks[layer.stack])))
+        hooks = [
+            (self.lm.model.get_submodule(layer.name), self._hook(layer.name, batch.masks[layer.stack]))
+            for layer in self.layers
+        ]
+        with hooked(hooks if batch.counts else [], before=True):
             self.lm.logits(batch)
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def moments(self) -> dict[str, Tensor]:
         """E[u uᵀ] by layer. They take the sums' place, for they are as large."""
@@ -160,3 +61,92 @@ class KeySums:
             self.counts[name] += len(rows)
 
         return hook
+
+
+def layers_at_once(layers: Sequence[LayerSpec], limit: int = _SUMS_BYTES) -> list[list[LayerSpec]]:
+    """Parts of the layers whose sums fit into so many bytes; each has one at least."""
+    parts: list[list[LayerSpec]] = []
+    for layer in layers:
+        if parts and sums_bytes([*parts[-1], layer]) <= limit:
+            parts[-1].append(layer)
+        else:
+            parts.append([layer])
+    return parts
+
+
+def sums_bytes(layers: Sequence[LayerSpec]) -> int:
+    """The memory of these layers' sums."""
+    return sum(torch.float64.itemsize * layer.key_size**2 for layer in layers)
+
+
+# --- of a corpus, kept in a file whose name is a hash of all it depends on -----------------------------
+
+
+@dataclass(frozen=True)
+class KeyMoments:
+    """E[u uᵀ] by layer (key, key) in float64, and the seconds that computing it took, now or when it was first done."""
+
+    by_layer: dict[str, Tensor]
+    seconds: float
+
+
+def read_texts(path: Path) -> Iterator[str]:
+    """The texts of a corpus, one a line; only as much of the file is read as is used."""
+    is_empty = True
+    try:
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                if line.strip():
+                    is_empty = False
+                    yield line.strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise EditError(f"cannot read the corpus {path}: {error}") from error
+    if is_empty:
+        raise EditError(f"the corpus {path} holds no text: expected one text a line")
+
+
+def key_moments(
+    lm: LanguageModel, layers: Sequence[LayerSpec], texts: Iterable[str], max_tokens: int, *,
+    token_budget: int = 4096, cache: Path | None = None,
+) -> KeyMoments:  # fmt: skip
+    """Of the first `max_tokens` tokens of the texts; `cache` is the folder of moments that were computed before."""
+    facts = list(_encode(lm, texts, max_tokens))
+    about = [lm.fingerprint(), [layer.name for layer in layers], [fact.input_ids for fact in facts]]
+    name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
+    file = cache / f"{name}.safetensors" if cache is not None else None
+    if file is not None and file.is_file():
+        return _read(file, lm)
+    began, sums = time.perf_counter(), KeySums(lm, layers)
+    for batch in make_batches(facts, token_budget, lm.pad_id):
+        sums.read(batch)
+    moments = KeyMoments(sums.moments(), time.perf_counter() - began)
+    if file is not None:
+        _write(file, moments)
+    return moments
+
+
+def _encode(lm: LanguageModel, texts: Iterable[str], max_tokens: int) -> Iterator[EncodedFact]:
+    """Texts as token lists, none longer than the model reads, until there are enough tokens."""
+    longest, num_tokens, remaining = lm.max_positions or _UNLIMITED_LENGTH, 0, iter(texts)
+    while part := list(islice(remaining, _TEXTS_AT_ONCE)):
+        for ids in lm.tokenizer(part)["input_ids"]:
+            ids = ids[: min(longest, max_tokens - num_tokens)]
+            num_tokens += len(ids)
+            if ids:
+                yield EncodedFact(ids, len(ids) - 1, [0])
+        if num_tokens >= max_tokens:
+            return
+
+
+def _read(path: Path, lm: LanguageModel) -> KeyMoments:
+    with safe_open(path, framework="pt") as file:
+        seconds = float(file.metadata()["seconds"])
+    return KeyMoments({layer: moment.to(lm.device) for layer, moment in load_file(path).items()}, seconds)
+
+
+def _write(path: Path, moments: KeyMoments) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {layer: moment.cpu().contiguous() for layer, moment in moments.by_layer.items()}
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:  # several processes may compute the same at once
+        save_file(tensors, Path(scratch) / path.name, metadata={"seconds": str(moments.seconds)})
+        os.replace(Path(scratch) / path.name, path)

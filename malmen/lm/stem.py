@@ -1,6 +1,6 @@
-"""Hidden states that no edit reaches: what the blocks below the first edited one put out, kept and resumed from.
+"""The stem of a forward: the hidden states below the first edited block, which no edit reaches.
 
-A forward of an edited model may start above them. They do not depend on θ, so the cache keeps them by fact.
+A forward of an edited model may start above it. It does not depend on θ, so the cache keeps it by fact.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def remember_stem(
 def recall_stem(
     cache: FactCache, lm: LanguageModel, batch: TokenBatch, facts: Sequence[EncodedFact], height: Height
 ) -> Stem:
-    """The stem of a batch of facts that the cache holds; padded places, which nobody looks at, are zero."""
+    """The stem of a batch of facts that the cache holds; padded places, which nothing reads, are zero."""
     outputs: dict[str, Any] = {}
     for stack, count in height.items():
         size = cast(Any, lm.model).config.hidden_size
@@ -135,7 +135,7 @@ def recall_stem(
 
 @torch.no_grad()
 def _has_plain_blocks(lm: LanguageModel, batch: TokenBatch) -> bool:
-    """Whether its blocks put out a tensor; where none has run in this process yet, one token shows it."""
+    """Whether its blocks put out a tensor, not a tuple; runs one token if none has run in this process yet."""
     if lm.plain_blocks is None:
         with fill_or_resume(lm, Stem(all_blocks(lm))):
             lm.model(**{name: ids[:1, :1] for name, ids in batch.inputs.items()})

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class LayerTrace(NamedTuple):
-    """What one layer saw of the edits; rows are tokens."""
+    """Keys and value gradients of one layer; rows are tokens."""
 
     keys: Tensor  # u (tokens, key)
     value_grads: Tensor  # ∇_v L (tokens, value)
@@ -37,9 +37,9 @@ def trace(lm: LanguageModel, layers: Sequence[LayerSpec], batches: Iterable[Toke
     parts: dict[str, list[tuple[LayerTrace, Tensor]]] = {layer.name: [] for layer in layers}
     for batch in batches:
         batch = batch.to(lm.device)
-        traced = _trace_batch(lm, layers, batch, tokens)
-        for layer, found in zip(layers, traced if batch.counts else (), strict=batch.counts):
-            parts[layer.name].append((found, batch.fact_of(batch.traced_mask(layer.stack, tokens))))
+        traces = _trace_batch(lm, layers, batch, tokens)
+        for layer, part in zip(layers, traces if batch.counts else (), strict=batch.counts):
+            parts[layer.name].append((part, batch.fact_of(batch.traced_mask(layer.stack, tokens))))
     return {layer.name: _in_order(parts[layer.name]) if parts[layer.name] else _nothing(lm, layer) for layer in layers}
 
 
@@ -67,15 +67,16 @@ def _trace_batch(lm: LanguageModel, layers: Sequence[LayerSpec], batch: TokenBat
 
 
 def rows_at(mask: Tensor, seen: Tensor) -> Tensor:
-    """What a layer saw at the True places of a mask (facts, length); OPT's FFN sees all facts' tokens in one row."""
+    """The rows of a layer's input or output at the True places of a mask (facts, length). OPT's FFN sees the tokens of
+    all facts in one row."""
     return seen.reshape(*mask.shape, seen.shape[-1])[mask.to(seen.device)]
 
 
 def _in_order(parts: list[tuple[LayerTrace, Tensor]]) -> LayerTrace:
     order = torch.cat([facts for _, facts in parts]).argsort(stable=True)
     return LayerTrace(
-        torch.cat([found.keys for found, _ in parts])[order],
-        torch.cat([found.value_grads for found, _ in parts])[order],
+        torch.cat([part.keys for part, _ in parts])[order],
+        torch.cat([part.value_grads for part, _ in parts])[order],
     )
 
 

@@ -14,6 +14,7 @@ from malmen.config import Config
 from malmen.data.records import Fact
 from malmen.data.tokens import EncodedFact, TokenBatch, make_batches
 from malmen.errors import EditError
+from malmen.lm.hooks import hooked
 from malmen.lm.model import LanguageModel, fact_encoder
 
 
@@ -104,8 +105,7 @@ def _captured(
     def hook(_module: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
         captured.append(args[0] if of_input else output if isinstance(output, Tensor) else output[0])
 
-    handle = module.register_forward_hook(hook)
-    try:
+    with hooked([(module, hook)]):
         for batch in make_batches([fact.encoded for fact in placed], token_budget, lm.pad_id):
             captured.clear()
             lm.logits(batch.to(lm.device))
@@ -116,8 +116,6 @@ def _captured(
             states = states.to(torch.promote_types(states.dtype, torch.float32))  # differences of them are used
             for index, row in zip(batch.facts.tolist(), states, strict=True):
                 rows[index] = row
-    finally:
-        handle.remove()
     return torch.stack([rows[index] for index in range(len(placed))])
 
 

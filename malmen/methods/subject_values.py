@@ -11,6 +11,7 @@ from torch import Tensor
 from malmen.config import MemitConfig
 from malmen.data.records import Fact
 from malmen.data.tokens import EncodedFact, TokenBatch, make_batches
+from malmen.lm.hooks import hooked
 from malmen.lm.model import LanguageModel
 from malmen.methods.subject_tokens import Placed, Places, add_at, block_of, positions_in
 
@@ -91,11 +92,8 @@ def _log_probs(
     if deltas is None:
         with torch.no_grad():
             return lm.log_probs(batch)
-    handle = block_of(lm, block).register_forward_hook(add_at(deltas, positions_in(batch, placed)))
-    try:
+    with hooked([(block_of(lm, block), add_at(deltas, positions_in(batch, placed)))]):
         return lm.log_probs(batch)
-    finally:
-        handle.remove()
 
 
 def _one_batch(lm: LanguageModel, encoded: Sequence[EncodedFact]) -> TokenBatch:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from malmen.config import Config, parse_config
 from malmen.platform.plan.planner import Plan, Planner
 
-_SMALLEST = 64  # tokens or rows of a batch, edits, rank: below that it is no longer the same run
-_SHOWN = 3  # pairs of changes, where both roles need one
+_SMALLEST = 64  # tokens or rows of a batch, edits, rank: below that it would be another run
+_MOST_PAIRS = 3  # of changes, where both roles need one
+_LM_WORKERS = (2, 4, 8, 16, 32, 64)  # numbers that are tried
+_ACTORS = (2, 3, 4, 6, 8, 12, 16, 32, 64)
 
 Settings = tuple[str, ...]
 Way = list[Settings]  # the mildest first; each needs less memory than the one before
@@ -30,17 +32,21 @@ def advise(planner: Planner, plan: Plan) -> list[Advice]:
     """Changes that make a plan fit: of one setting where that is enough, else of one for each role, else of many."""
     if plan.fits:
         return []
-    alone = plan.lm.fits and plan.hypernet.fits  # then only all processes together are too much
-    lm_ways = [] if plan.hypernet.fits is False and plan.lm.fits else list(_lm_ways(plan))
-    actor_ways = [] if plan.lm.fits is False and plan.hypernet.fits else list(_hypernet_ways(plan))
-    lm_fits: Fits = (lambda other: other.fits) if alone else (lambda other: other.lm.fits)
-    actor_fits: Fits = (lambda other: other.fits) if alone else (lambda other: other.hypernet.fits)
-    for_lm = [found for way in lm_ways if (found := _mildest(planner, plan.config, (), way, lm_fits))]
-    for_actor = [found for way in actor_ways if (found := _mildest(planner, plan.config, (), way, actor_fits))]
-    both = not plan.lm.fits and not plan.hypernet.fits
-    pairs = zip(for_lm, for_actor, strict=False) if both else ((one, ()) for one in [*for_lm, *for_actor])
-    tried = [_advice(planner, plan.config, _merge(*pair)) for pair in list(pairs)[: _SHOWN if both else None]]
-    return [found for found in tried if found] or _many(planner, plan, [*lm_ways, *actor_ways])
+    together = plan.lm.fits and plan.hypernet.fits  # then only all processes together need too much
+    lm_ways = list(_lm_ways(plan)) if together or not plan.lm.fits else []
+    actor_ways = list(_hypernet_ways(plan)) if together or not plan.hypernet.fits else []
+
+    def mildest(ways: Sequence[Way], fits: Fits) -> list[Settings]:
+        return [settings for way in ways if (settings := _mildest(planner, plan.config, (), way, fits))]
+
+    for_lm = mildest(lm_ways, lambda changed: changed.fits if together else changed.lm.fits)
+    for_actor = mildest(actor_ways, lambda changed: changed.fits if together else changed.hypernet.fits)
+    if plan.lm.fits or plan.hypernet.fits:
+        changes = [*for_lm, *for_actor]
+    else:
+        changes = [_merge(*pair) for pair in zip(for_lm, for_actor, strict=False)][:_MOST_PAIRS]
+    tried = [_advice(planner, plan.config, settings) for settings in changes]
+    return [advice for advice in tried if advice] or _many(planner, plan, [*lm_ways, *actor_ways])
 
 
 def change(config: Config, settings: Sequence[str]) -> Config:
@@ -60,10 +66,10 @@ def _mildest(planner: Planner, config: Config, before: Settings, way: Way, fits:
     return next(settings for settings in way if fits(planner.plan(change(config, (*before, *settings)))))
 
 
-def _merge(one: Settings, other: Settings) -> Settings:
+def _merge(for_lm: Settings, for_actor: Settings) -> Settings:
     """Both; of a setting that is in both, the smaller value."""
-    merged = {setting.split("=")[0]: setting for setting in one}
-    for setting in other:
+    merged = {setting.split("=")[0]: setting for setting in for_lm}
+    for setting in for_actor:
         name = setting.split("=")[0]
         merged[name] = min(merged.get(name, setting), setting, key=_number)
     return tuple(merged.values())
@@ -84,7 +90,7 @@ def _many(planner: Planner, plan: Plan, ways: Sequence[Way]) -> list[Advice]:
     chosen = {index: way[-1] for index, way in enumerate(ways) if way}
 
     def settings(without: int | None = None) -> Settings:
-        return tuple(setting for index, some in chosen.items() if index != without for setting in some)
+        return tuple(setting for index, part in chosen.items() if index != without for setting in part)
 
     if _advice(planner, plan.config, settings()) is None:
         return []
@@ -92,10 +98,10 @@ def _many(planner: Planner, plan: Plan, ways: Sequence[Way]) -> list[Advice]:
         if _advice(planner, plan.config, settings(without=index)):
             del chosen[index]
             continue
-        mildest = _mildest(planner, plan.config, settings(without=index), ways[index], lambda other: other.fits)
+        mildest = _mildest(planner, plan.config, settings(without=index), ways[index], lambda changed: changed.fits)
         chosen[index] = mildest or chosen[index]
-    found = _advice(planner, plan.config, settings())
-    return [found] if found else []
+    advice = _advice(planner, plan.config, settings())
+    return [advice] if advice else []
 
 
 # --- ways --------------------------------------------------------------------------------------------
@@ -107,7 +113,7 @@ def _lm_ways(plan: Plan) -> Iterator[Way]:
     yield [("cluster.overlap=false",)] if config.cluster.overlap else []
     yield [("batch.cache_mb=0",)] if config.batch.cache_mb else []
     yield [("model.dtype=bfloat16",)] if plan.dtype == "float32" else []
-    more = [count for count in (2, 4, 8, 16, 32, 64) if count > config.cluster.lm_workers]
+    more = [count for count in _LM_WORKERS if count > config.cluster.lm_workers]
     if config.lm.sharding == "none" and config.cluster.lm_workers > 1:
         more = [config.cluster.lm_workers, *more]
     sharded = () if config.lm.sharding == "zero3" else ("lm.sharding=zero3",)
@@ -118,7 +124,7 @@ def _lm_ways(plan: Plan) -> Iterator[Way]:
 
 def _hypernet_ways(plan: Plan) -> Iterator[Way]:
     config = plan.config
-    actors = [count for count in (2, 3, 4, 6, 8, 12, 16, 32, 64) if count > config.cluster.hypernet_actors]
+    actors = [count for count in _ACTORS if count > config.cluster.hypernet_actors]
     yield [(f"cluster.hypernet_actors={count}",) for count in actors]
     yield [(f"batch.hypernet_rows={size}",) for size in _halves(config.batch.hypernet_rows)]
     yield [(f"training.num_edits={size}",) for size in _halves(config.training.num_edits)]

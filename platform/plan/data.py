@@ -1,4 +1,4 @@
-"""How long the facts of a step are: read from the data where they are here, else assumed and said so."""
+"""The lengths of a step's facts: counted in the data file if it exists, else assumed, and stated as such."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from malmen.data.world_model import WORLD_MODEL
 from malmen.lm.model import LanguageModel, fact_encoder
 
 SAMPLE = 128  # records whose tokens are counted
-BYTES_PER_TOKEN = 4  # of English, where the tokenizer is not here
+BYTES_PER_TOKEN = 4  # of English, where the tokenizer is not on this machine
 FACT_TOKENS, ANSWER_TOKENS = 14, 3  # of zsRE with GPT-2's tokenizer, roughly
-CHAT_TOKENS = 10  # a template's own, roughly
+CHAT_TOKENS = 10  # that a template adds, roughly
 SIZES = {"zsre": 244_173, "fever": 104_996, "counterfact": 21_919}  # training records, as published
 
 Encode = Callable[[Fact], EncodedFact]
@@ -31,35 +31,35 @@ Encode = Callable[[Fact], EncodedFact]
 
 @dataclass(frozen=True)
 class StepFacts:
-    """The facts of one step, as lengths (the tokens themselves are zeros); as many as the config asks for."""
+    """The facts of one step, as many as the config says; lengths only, all tokens are 0."""
 
     edits: list[EncodedFact]
     equivalents: list[EncodedFact]
     unrelated: list[EncodedFact]
-    pools: dict[str, float]  # by role, tokens of all the facts that a record has to draw from
+    pools: dict[str, float]  # by kind, tokens of all facts of a record that a step may draw, on average
     num_records: int  # 0: unknown
     source: str
 
     @property
-    def roles(self) -> dict[str, list[EncodedFact]]:
-        """By the names that the sampler uses."""
+    def by_kind(self) -> dict[str, list[EncodedFact]]:
+        """The facts by kind, as the sampler names them."""
         return {"edits": self.edits, "equivalents": self.equivalents, "unrelated": self.unrelated}
 
     def recurring(self, config: Config) -> tuple[str, ...]:
-        """The roles whose facts come again within the run (Sampler.recurring)."""
+        """The kinds whose facts recur within the run (Sampler.recurring)."""
         if config.training.steps <= self.num_records // config.training.num_edits:
             return ()
-        return ("unrelated",) if config.data.train == "builtin" else tuple(self.roles)
+        return ("unrelated",) if config.data.train == "builtin" else tuple(self.by_kind)
 
-    def recurring_tokens(self, config: Config, role: str) -> float:
-        """Of all different facts of a role that the run will draw, roughly."""
-        drawn = config.training.steps * sum(fact.length for fact in self.roles[role])
-        return min(drawn, self.pools[role] * self.num_records) if self.num_records else drawn
+    def recurring_tokens(self, config: Config, kind: str) -> float:
+        """Tokens of all different facts of a kind that the run will draw, roughly."""
+        drawn = config.training.steps * sum(fact.length for fact in self.by_kind[kind])
+        return min(drawn, self.pools[kind] * self.num_records) if self.num_records else drawn
 
 
 @dataclass(frozen=True)
 class Pools:
-    """What some records have to draw from, by role: a list of facts for each record."""
+    """The facts of sampled records that a step may draw, by kind: a list for each record."""
 
     edits: list[list[EncodedFact]]
     equivalents: list[list[EncodedFact]]
@@ -71,7 +71,7 @@ class Pools:
 def find_pools(
     config: Config, lm: LanguageModel, fact_tokens: int | None = None, answer_tokens: int | None = None
 ) -> Pools:
-    """Of the data file if it exists, unless the lengths are given; one record stands for all where none are here."""
+    """The facts of the data file if it exists and no lengths are given; else one record of those lengths."""
     here = config.data.train == "builtin" or Path(config.data.train).is_file()
     if here and fact_tokens is None and answer_tokens is None:
         encode, how = _encoder(config, lm)
@@ -80,12 +80,13 @@ def find_pools(
     else:
         fact = _fact(config, lm.kind, fact_tokens or FACT_TOKENS, answer_tokens or ANSWER_TOKENS)
         encode = lambda _fact: fact  # noqa: E731
-        some, training = (Fact("", ""),), config.training
-        record = EditRecord(*some, some * training.equivalents_per_edit, some * training.unrelated_per_edit)
+        any_fact, training = Fact("", ""), config.training
+        others = (any_fact,) * training.equivalents_per_edit, (any_fact,) * training.unrelated_per_edit
+        record = EditRecord(any_fact, *others)
         records, number = [record], SIZES.get(config.data.format, 0)
         known = f"{number:,} records" if number else "an unknown number of records"
         how = "given" if fact_tokens or answer_tokens else "assumed"
-        source = f"{how} lengths, {known}" + ("" if here else f"; no {config.data.train} here")
+        source = f"{how} lengths, {known}" + ("" if here else f"; {config.data.train} is not on this machine")
     return Pools(
         [[encode(record.edit)] for record in records],
         [[encode(fact) for fact in record.equivalents or (record.edit,)] for record in records],
@@ -96,20 +97,20 @@ def find_pools(
 
 
 def step_facts(config: Config, pools: Pools) -> StepFacts:
-    """As many as the config asks for; where there are fewer records, they are repeated."""
+    """As many facts as the config says; where there are fewer records, they are repeated."""
     training = config.training
     equivalents = [pool[: training.equivalents_per_edit] for pool in pools.equivalents]
     if training.include_edit:
-        equivalents = [edit + some for edit, some in zip(pools.edits, equivalents, strict=True)]
+        equivalents = [edit + pool for edit, pool in zip(pools.edits, equivalents, strict=True)]
     unrelated = [pool[: training.unrelated_per_edit] for pool in pools.unrelated]
     if training.locality_tokens == "all":
         unrelated = [[fact.throughout() for fact in pool] for pool in unrelated]
-    by_role = {"edits": pools.edits, "equivalents": pools.equivalents, "unrelated": pools.unrelated}
+    by_kind = {"edits": pools.edits, "equivalents": pools.equivalents, "unrelated": pools.unrelated}
     return StepFacts(
         _repeat(pools.edits, training.num_edits),
         _repeat(equivalents, training.num_edits),
         _repeat(unrelated, training.num_edits),
-        {role: sum(fact.length for pool in parts for fact in pool) / len(parts) for role, parts in by_role.items()},
+        {kind: sum(fact.length for pool in parts for fact in pool) / len(parts) for kind, parts in by_kind.items()},
         pools.num_records,
         pools.source,
     )
@@ -121,7 +122,7 @@ def _repeat(parts: Sequence[list[EncodedFact]], number: int) -> list[EncodedFact
 
 @lru_cache(maxsize=4)
 def _sample(name: str, format: str, seed: int) -> tuple[list[EditRecord], int]:
-    """Some records, and how many there are; of lines, which may be many, only the first are read."""
+    """A sample of the records, and their number; of a JSONL file, which may be long, only its first lines."""
     if name == "builtin":
         records = world_records("train", seed=seed)
         return records[:SAMPLE], len(records)
@@ -137,7 +138,7 @@ def _sample(name: str, format: str, seed: int) -> tuple[list[EditRecord], int]:
 
 
 def _encoder(config: Config, lm: LanguageModel) -> tuple[Encode, str]:
-    """Facts to tokens with the model's tokenizer if it is here, else by the length of their texts."""
+    """Facts to tokens with the model's tokenizer if it is on this machine, else by the length of their texts."""
     name = config.model.name
     folder = WORLD_MODEL if name == "builtin" else Path(name).expanduser()
     if folder.is_dir():
@@ -148,7 +149,7 @@ def _encoder(config: Config, lm: LanguageModel) -> tuple[Encode, str]:
         prompt, answer = (-(-len(text.encode()) // BYTES_PER_TOKEN) for text in (fact.prompt, fact.answer))
         return _fact(config, lm.kind, prompt + answer, answer)
 
-    return estimate, f"at {BYTES_PER_TOKEN} bytes a token, for the tokenizer is not here"
+    return estimate, f"at {BYTES_PER_TOKEN} bytes a token, because the tokenizer is not on this machine"
 
 
 def _fact(config: Config, kind: Kind, length: int, answers: int) -> EncodedFact:

@@ -12,13 +12,13 @@ from malmen.config import Config
 from malmen.data.tokens import EncodedFact
 from malmen.editor import Editor, HypernetRows
 from malmen.hypernet import Statistics
-from malmen.least_squares import DualSolution, PrimalSolution, is_dual
+from malmen.least_squares import DualSolution, is_dual
 from malmen.lm.layers import LayerSpec
 from malmen.lm.trace import LayerTrace, Traces
 from malmen.platform.plan.meter import Cost, Meter
 from malmen.shards import PartOfDual, ProcessGroupShards, Share, SolvedShard, divide, find_members
 
-_BATCHES = 3  # of the hyper-network that are rehearsed, at most
+_BATCHES = 3  # batches of the hyper-network that are rehearsed, at most
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,18 @@ def find_equations(config: Config, layers: list[LayerSpec], edits: Sequence[Enco
     """Of every edited layer; a sum of shifts solves none."""
     if config.editor.aggregation == "sum":
         return []
-    found = []
+    equations = []
     for layer in layers:
         tokens = sum(fact.num_traced(layer.stack, config.editor.tokens) for fact in edits)
         dual = is_dual(tokens, layer.key_size, config.editor.preserving)
         size, form = (tokens, "dual") if dual else (layer.key_size, "primal")
-        found.append(Equation(layer.name, form, size, 8 * size**2, 8 * size**2))
-    return found
+        equations.append(Equation(layer.name, form, size, 8 * size**2, 8 * size**2))
+    return equations
 
 
 @dataclass
 class RehearsedHypernet:
-    """One actor's share of a step, in bytes; of several actors that which needs most."""
+    """One actor's share of a step, in bytes; of several actors, the one that needs most."""
 
     theta: int = 0  # the parameters
     norms: int = 0  # the normalisers' statistics, and the moments of keys to preserve
@@ -81,17 +81,17 @@ def rehearse_hypernet(
     work = [sum(_rows(share, counts) * sizes[share.layer] for share in shares) for shares in plan]
     busiest = work.index(max(work))
     with torch.device("meta"):
-        editor = _Rehearsed(layers, config)
-    editor.shards = _Shards(plan, counts, busiest)
-    found = RehearsedHypernet()
-    found.theta, found.norms = _bytes(editor.parameters()), _bytes(editor.buffers())
-    found.adam = 2 * found.theta + 4 * len(list(editor.parameters()))  # Adam's own count of steps
-    _rehearse(editor, found, {share.layer: _rows(share, counts) for share in plan[busiest]}, dtype)
-    found.costs["adam"] = Cost(touched=10.0 * found.theta, calls=8.0 * len(list(editor.parameters())))
-    return found
+        editor = _RehearsedEditor(layers, config)
+    editor.shards = _RehearsedShards(plan, counts, busiest)
+    rehearsed = RehearsedHypernet()
+    rehearsed.theta, rehearsed.norms = _bytes(editor.parameters()), _bytes(editor.buffers())
+    rehearsed.adam = 2 * rehearsed.theta + 4 * len(list(editor.parameters()))  # two moments, and its count of steps
+    _rehearse(editor, rehearsed, {share.layer: _rows(share, counts) for share in plan[busiest]}, dtype)
+    rehearsed.costs["adam"] = Cost(touched=10.0 * rehearsed.theta, calls=8.0 * len(list(editor.parameters())))
+    return rehearsed
 
 
-def _rehearse(editor: _Rehearsed, found: RehearsedHypernet, rows: dict[str, int], dtype: torch.dtype) -> None:
+def _rehearse(editor: _RehearsedEditor, rehearsed: RehearsedHypernet, rows: dict[str, int], dtype: torch.dtype) -> None:
     """observe · solve · backward, as the actor does it."""
     meter = editor.meter = Meter(*editor.parameters(), *editor.buffers())
     with meter:
@@ -103,49 +103,49 @@ def _rehearse(editor: _Rehearsed, found: RehearsedHypernet, rows: dict[str, int]
             for layer in editor.layers
             if layer.name in rows
         }
-    with meter.stage(found.costs, "solve"):
+    with meter.stage(rehearsed.costs, "solve"):
         editor.observe(traces)
         solved = editor.solve(traces, training=True)
         solved.residuals()
-    found.solve_peak, meter.peak = meter.peak, meter.held
-    found.features = _bytes(tensor for pair in traces.values() for tensor in pair)
-    found.value_diffs, found.shifts = _bytes(solved.value_diffs.values()), _bytes(solved.shifts.values())
+    rehearsed.solve_peak, meter.peak = meter.peak, meter.held
+    rehearsed.features = _bytes(tensor for pair in traces.values() for tensor in pair)
+    rehearsed.value_diffs, rehearsed.shifts = _bytes(solved.value_diffs.values()), _bytes(solved.shifts.values())
     shards = editor.shards
-    assert isinstance(shards, _Shards)
-    found.kept, found.pullbacks = shards.kept, shards.pullbacks
-    found.forms, found.gathered = shards.forms or {"sum"}, shards.gathered
+    assert isinstance(shards, _RehearsedShards)
+    rehearsed.kept, rehearsed.pullbacks = shards.kept, shards.pullbacks
+    rehearsed.forms, rehearsed.gathered = shards.forms or {"sum"}, shards.gathered
     with meter:
-        wanted = torch.promote_types(dtype, torch.float32)
-        grads = {name: shift.new_empty(shift.shape, dtype=wanted) for name, shift in solved.shifts.items()}
-    found.shift_grads = _bytes(grads.values())
-    with meter.stage(found.costs, "hypernet"):
+        grad_dtype = torch.promote_types(dtype, torch.float32)
+        grads = {name: shift.new_empty(shift.shape, dtype=grad_dtype) for name, shift in solved.shifts.items()}
+    rehearsed.shift_grads = _bytes(grads.values())
+    with meter.stage(rehearsed.costs, "hypernet"):
         editor.backward(solved, grads)
-    found.backward_peak, found.small_peak = meter.peak, meter.small_peak
+    rehearsed.backward_peak, rehearsed.small_peak = meter.peak, meter.small_peak
 
 
-class _Rehearsed(Editor):
-    """An editor without numbers. Of many batches of the hyper-network, which are alike, a few run and count for all."""
+class _RehearsedEditor(Editor):
+    """An editor without numbers. The batches of the hyper-network are alike: a few run, and count for all."""
 
     meter: Meter
 
     def _run(self, shape: str, traces: Traces, *, grad: bool) -> Iterator[list[HypernetRows]]:
         counts = {layer.name: len(traces[layer.name].keys) for layer in self.groups[shape] if layer.name in traces}
         left = limit = _BATCHES * self.config.batch.hypernet_rows
-        some: Traces = {}
+        sample: Traces = {}
         for name, count in counts.items():
-            some[name] = LayerTrace(*(part[:left] for part in traces[name]))
+            sample[name] = LayerTrace(*(part[:left] for part in traces[name]))
             left -= min(left, count)
         self.meter.weight = max(1.0, sum(counts.values()) / limit)
-        yield from super()._run(shape, some, grad=grad)
+        yield from super()._run(shape, sample, grad=grad)
         self.meter.weight = 1.0
 
     def damping(self) -> dict[str, float]:
-        """Any will do."""
+        """Any number: θ has none."""
         return {layer.name: 1.0 for layer in self.layers}
 
 
-class _Shards(ProcessGroupShards):
-    """The other editors, as far as memory goes: what they send is there, whatever it is."""
+class _RehearsedShards(ProcessGroupShards):
+    """The other editors as a source of tensors of the right size; what a solve keeps and sends is counted."""
 
     def __init__(self, plan: Sequence[Sequence[Share]], counts: Mapping[str, int], world_rank: int) -> None:
         self.members, self.world_rank = find_members(plan), world_rank
@@ -157,7 +157,7 @@ class _Shards(ProcessGroupShards):
         self.forms: set[str] = set()
 
     def gather_statistics(self, mine: Mapping[str, Statistics]) -> Iterable[tuple[str, Statistics]]:
-        """One's own: the others' are vectors."""
+        """This editor's own: those of the others are small."""
         return mine.items()
 
     def solve(
@@ -166,7 +166,6 @@ class _Shards(ProcessGroupShards):
         """As the actor does it; what stays for the way back is counted."""
         solved = super().solve(layer, keys, value_diffs, damping, preserved)
         solution = solved.solution if isinstance(solved, PartOfDual) else solved
-        assert isinstance(solution, PrimalSolution | DualSolution)
         kept = [solution.factor]
         if isinstance(solution, DualSolution):
             kept.append(solution.weights)
@@ -182,13 +181,13 @@ class _Shards(ProcessGroupShards):
         return self.counts[layer]
 
     def gather_rows(self, _layer: str, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """As much memory as the rows of all."""
+        """As much memory as the rows of all members."""
         received = rows.new_empty(sum(counts), rows.shape[1])
         self.gathered += _bytes([received])
         return received
 
     def sum_tensor(self, _layer: str, tensor: Tensor) -> None:
-        """One's own is as large as the sum."""
+        """The sum is as large as the tensor."""
         self.gathered += _bytes([tensor])
 
 

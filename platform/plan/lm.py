@@ -28,7 +28,7 @@ _SAMPLE = 256  # facts that are put into micro-batches, at least: more only make
 
 @dataclass(frozen=True)
 class PlannedLM:
-    """The model as shapes."""
+    """The language model without numbers, and its edited layers."""
 
     lm: LanguageModel
     layers: list[LayerSpec]
@@ -36,7 +36,7 @@ class PlannedLM:
 
     @property
     def num_parameters(self) -> int:
-        """Tied ones once."""
+        """Of the whole model; tied ones count once."""
         return sum(parameter.numel() for parameter in self.lm.model.parameters())
 
     @property
@@ -87,16 +87,16 @@ def plan_lm(config: Config, dtype: torch.dtype) -> PlannedLM:
 
 
 def cache_bytes(config: Config, planned: PlannedLM, facts: StepFacts) -> int:
-    """What the cache will hold of the facts that recur: all that there is of them, up to its budget."""
+    """Bytes of the cache: all results of the facts that recur, up to its budget."""
     if config.batch.cache_dir is not None:  # on disk
         return 0
     lm, needed = planned.lm, 0.0
     hidden = int(cast(Any, lm.model).config.hidden_size) * lm.dtype.itemsize
     states = {"equivalents": 1, "unrelated": 2} if lm.kind != "encoder-decoder" else {}
-    for role in facts.recurring(config):
-        tokens = facts.recurring_tokens(config, role)
-        needed += tokens * hidden * states.get(role, 0)
-        if role == "edits":
+    for kind in facts.recurring(config):
+        tokens = facts.recurring_tokens(config, kind)
+        needed += tokens * hidden * states.get(kind, 0)
+        if kind == "edits":
             step = planned.feature_bytes(facts.edits, config.editor.tokens)
             needed += step * tokens / sum(fact.length for fact in facts.edits)
     return min(config.batch.cache_mb * 2**20, round(needed / config.cluster.lm_workers))
@@ -174,10 +174,10 @@ class _Rehearsed(TokenBatch):
 
 def _shapes(batch: TokenBatch) -> TokenBatch:
     def places(mask: Tensor) -> Any:
-        one = torch.zeros(int(mask.sum()), dtype=torch.long, device="meta")
-        found = _Places((one, one))
-        found.shape = mask.shape
-        return found
+        index = torch.zeros(int(mask.sum()), dtype=torch.long, device="meta")
+        indices = _Places((index, index))
+        indices.shape = mask.shape
+        return indices
 
     inputs = {name: tensor.to("meta") for name, tensor in batch.inputs.items()}
     masks = {stack: places(mask) for stack, mask in batch.masks.items()}

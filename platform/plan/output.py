@@ -1,4 +1,4 @@
-"""A plan for people: a table for each role, for the bytes moved and for the stages."""
+"""A plan as tables: memory of each role, normal equations, bytes moved, stages."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _MOVED = {
 
 
 def run_plan(config: Config, options: PlanOptions, as_json: bool) -> bool:
-    """Plan, say what would fit if it does not, print; whether it fits."""
+    """Print a plan, and changes that would make it fit if it does not; whether it fits."""
     planner = Planner(options)
     with err.status("rehearsing a step"):
         plan = planner.plan(config)
     with err.status("looking for settings that fit"):
         advice = advise(planner, plan)
     if as_json:
-        print_json({**plan.as_dict(), "advice": [asdict(one) for one in advice]})
+        print_json({**plan.as_dict(), "advice": [asdict(way) for way in advice]})
     else:
         show_plan(out, plan, advice)
     return plan.fits
 
 
 def show_plan(console: Console, plan: Plan, advice: Sequence[Advice]) -> None:
-    """Everything, the verdict last."""
+    """All tables, the assumptions, and the verdict last."""
     config = plan.config
     console.print(
         f"{config.model.name}: {plan.parameters / 1e9:.3g} B parameters in {plan.dtype}, {len(plan.layers)} edited "
@@ -62,12 +62,12 @@ def show_plan(console: Console, plan: Plan, advice: Sequence[Advice]) -> None:
 
 
 def size(count: float) -> str:
-    """Bytes for people."""
+    """Bytes for a table."""
     return f"{count / GB:.2f} GB" if count >= GB else f"{count / MB:.1f} MB"
 
 
 def seconds(value: float) -> str:
-    """A duration for people."""
+    """A duration for a table."""
     if value >= 5400:
         return f"{value / 3600:.1f} h"
     return f"{value / 60:.1f} min" if value >= 90 else f"{value:.3g} s"
@@ -90,8 +90,9 @@ def _equation_table(plan: Plan) -> Table:
     table = Table(title="normal equation of each layer, in float64", title_justify="left")
     for heading in ("layer", "form", "matrix", "gram", "factor kept"):
         table.add_column(heading, justify="left" if heading in ("layer", "form") else "right")
-    for one in plan.equations:
-        table.add_row(one.layer, one.form, f"{one.size} × {one.size}", size(one.gram), size(one.factor))
+    for equation in plan.equations:
+        matrix = f"{equation.size} × {equation.size}"
+        table.add_row(equation.layer, equation.form, matrix, size(equation.gram), size(equation.factor))
     return table
 
 
@@ -135,5 +136,5 @@ def _verdict(plan: Plan, advice: Sequence[Advice]) -> list[str]:
         needs = f"LM worker {size(way.lm)}, hypernet actor {size(way.hypernet)}"
         lines.append(f"It fits with {' '.join(way.settings)} ({needs}).")
     if not advice:
-        lines.append("No change of token budget, rows, edits, rank, layers or number of processes that was tried fits.")
+        lines.append("No change of token budget, rows, edits, rank, layers or number of processes was found that fits.")
     return lines

@@ -1,20 +1,21 @@
-"""What a run will need, before anything runs: memory by role, bytes moved, FLOPs and seconds by stage; whether it fits.
+"""What a run will need: memory of each process, bytes moved, FLOPs and seconds by stage, and whether it fits.
 
-Nothing is loaded or computed: the step's own code runs on torch's meta device (plan_meter.py), with the model's shape
+Nothing is loaded or computed: the step's own code runs on torch's meta device (meter.py), with the model's shape
 alone (shapes.py).
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
 from malmen.config import SPLIT, Config
 from malmen.lm.layers import LayerSpec
-from malmen.platform.plan.data import Pools, StepFacts, find_pools, step_facts
+from malmen.platform.plan.data import StepFacts, find_pools, step_facts
 from malmen.platform.plan.hypernet import Equation, RehearsedHypernet, find_equations, rehearse_hypernet
 from malmen.platform.plan.lm import PlannedLM, RehearsedLM, plan_lm, rehearse_lm
 from malmen.platform.plan.memory import GB, MB, Role, hypernet_role, lm_role
@@ -30,13 +31,15 @@ from malmen.platform.plan.timing import (
     step_seconds,
 )
 
+T = TypeVar("T")
+
 GPU_MEMORY = 79 * GB  # of a card sold with 80 GB, as torch counts
 DRIVER = 2500 * MB  # the driver and Ray's own processes: 2.8 GB resident as measured, a part of it shared
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the config does not say. Memory in GB for each process, rates as on the command line."""
+    """What the config does not state. Memory in GB for each process, rates as on the command line."""
 
     lm_memory: float | None = None
     hypernet_memory: float | None = None
@@ -56,7 +59,7 @@ class Plan:
     parameters: int
     dtype: str
     layers: list[str]
-    facts: int  # of one step, all roles
+    facts: int  # of one step, all kinds
     edit_tokens: int  # traced tokens of one step's edits in one layer, at most
     lm: Role
     hypernet: Role
@@ -90,7 +93,7 @@ class Plan:
             "bytes_moved": {**asdict(self.transfers), "objects": self.transfers.objects},
             "stages": [asdict(stage) for stage in self.stages], "step_seconds": self.step_seconds,
             "run_seconds": self.step_seconds * self.config.training.steps, "assumptions": self.assumptions,
-            "equations": [asdict(one) for one in self.equations],
+            "equations": [asdict(equation) for equation in self.equations],
         }  # fmt: skip
 
 
@@ -99,12 +102,7 @@ class Planner:
 
     def __init__(self, options: PlanOptions | None = None) -> None:
         self.options = options or PlanOptions()
-        self._models: dict[str, PlannedLM] = {}
-        self._pools: dict[str, Pools] = {}
-        self._facts: dict[str, StepFacts] = {}
-        self._lms: dict[str, RehearsedLM] = {}
-        self._hypernets: dict[str, RehearsedHypernet] = {}
-        self._rates: dict[str, Rates] = {}
+        self._made: dict[tuple[str, str], Any] = {}
 
     def plan(self, config: Config) -> Plan:
         """What a run of this config will need."""
@@ -127,7 +125,7 @@ class Planner:
             model.num_parameters,
             str(dtype).removeprefix("torch."),
             [layer.name for layer in model.layers],
-            sum(len(some) for some in facts.roles.values()),
+            sum(map(len, facts.by_kind.values())),
             max(_num_traced(facts, layer, config.editor.tokens) for layer in model.layers),
             lm_process,
             actor,
@@ -156,7 +154,7 @@ class Planner:
         bandwidths: tuple[float, float],
     ) -> list[str]:  # fmt: skip
         number, width = rehearsed.largest
-        found = [
+        lines = [
             f"model: {model.source}",
             f"facts: {facts.source}; {rehearsed.micro_batches} micro-batches a step and worker, the largest of "
             f"{number} × {width} tokens; it holds {rehearsed.trace_peak / GB:.2f} GB while traced and, with shifts, "
@@ -165,60 +163,56 @@ class Planner:
             f"network {bandwidths[0] / 1e9:g} GB/s between processes",
         ]
         if config.lm.sharding == "zero3":
-            found.append(f"ZeRO-3 gathers weights at {bandwidths[1] / 1e9:g} GB/s, and keeps up to 1e9 of them whole")
+            lines.append(f"ZeRO-3 gathers weights at {bandwidths[1] / 1e9:g} GB/s, and keeps up to 1e9 of them whole")
         if "cuda" in find_devices(config):
-            found.append("the host's memory is not planned: weights pass through it, and Ray's object store is in it")
+            lines.append("the host's memory is not planned: weights pass through it, and Ray's object store is in it")
         if facts.recurring(config):
-            found.append(f"facts that come again within the run: {', '.join(facts.recurring(config))}")
-        return found
+            lines.append(f"facts that recur within the run: {', '.join(facts.recurring(config))}")
+        return lines
 
     # --- what is rehearsed once --------------------------------------------------------------------------
 
     def _model(self, config: Config, dtype: torch.dtype) -> PlannedLM:
         key = _key(config, dtype, "model", "lm", "editor.layers", "editor.ffn")
-        if key not in self._models:
-            self._models[key] = plan_lm(config, dtype)
-        return self._models[key]
+        return self._once("model", key, lambda: plan_lm(config, dtype))
 
     def _step_facts(self, config: Config, dtype: torch.dtype) -> StepFacts:
         drawn = ("training.equivalents_per_edit", "training.unrelated_per_edit")
-        pools = _key(config, None, "seed", "model", "data", *drawn)
+        lengths = (self.options.fact_tokens, self.options.answer_tokens)
+        pools = self._once(
+            "pools",
+            _key(config, None, "seed", "model", "data", *drawn),
+            lambda: find_pools(config, self._model(config, dtype).lm, *lengths),
+        )
         key = _key(config, None, "seed", "model", "data", "training")
-        if pools not in self._pools:
-            given = (self.options.fact_tokens, self.options.answer_tokens)
-            self._pools[pools] = find_pools(config, self._model(config, dtype).lm, *given)
-        if key not in self._facts:
-            self._facts[key] = step_facts(config, self._pools[pools])
-        return self._facts[key]
+        return self._once("facts", key, lambda: step_facts(config, pools))
 
     def _lm(self, config: Config, dtype: torch.dtype) -> RehearsedLM:
         names = ("model", "lm", "data", "training", "editor.layers", "editor.ffn", "editor.tokens")
         key = _key(config, dtype, *names, "batch.token_budget", "cluster.lm_workers")
-        if key not in self._lms:
-            self._lms[key] = rehearse_lm(
-                config, self._model(config, dtype), self._step_facts(config, dtype), find_devices(config)[0]
-            )
-        return self._lms[key]
+        model, facts = self._model(config, dtype), self._step_facts(config, dtype)
+        return self._once("lm", key, lambda: rehearse_lm(config, model, facts, find_devices(config)[0]))
 
     def _hypernet(self, config: Config, dtype: torch.dtype) -> RehearsedHypernet:
-        key = _key(
-            config, dtype, "model", "data", "training", "editor", "batch.hypernet_rows", "cluster.hypernet_actors"
-        )
-        if key not in self._hypernets:
-            layers = self._model(config, dtype).layers
-            self._hypernets[key] = rehearse_hypernet(config, layers, self._step_facts(config, dtype).edits, dtype)
-        return self._hypernets[key]
+        names = ("model", "data", "training", "editor", "batch.hypernet_rows", "cluster.hypernet_actors")
+        layers, edits = self._model(config, dtype).layers, self._step_facts(config, dtype).edits
+        key = _key(config, dtype, *names)
+        return self._once("hypernet", key, lambda: rehearse_hypernet(config, layers, edits, dtype))
 
     def _both_rates(self, config: Config, devices: tuple[str, str], dtype: torch.dtype) -> tuple[Rates, Rates]:
-        """Of an LM worker and of an actor; what is given for the LM's device says nothing about another one."""
-        found, processes = [], (config.cluster.lm_workers, config.cluster.hypernet_actors)
-        for device, count in zip(devices, processes, strict=True):
-            given = self.options.gflops if device == devices[0] else None
-            key = repr((device, dtype, count, given))
-            if key not in self._rates:
-                self._rates[key] = find_rates(device, dtype, count, given, self.options.measure)
-            found.append(self._rates[key])
-        return found[0], found[1]
+        """Rates of an LM worker and of an actor; a rate given for the LM's device does not hold for another device."""
+
+        def rates(device: str, processes: int) -> Rates:
+            known = (device, dtype, processes, self.options.gflops if device == devices[0] else None)
+            return self._once("rates", repr(known), lambda: find_rates(*known, self.options.measure))
+
+        return rates(devices[0], config.cluster.lm_workers), rates(devices[1], config.cluster.hypernet_actors)
+
+    def _once(self, what: str, key: str, make: Callable[[], T]) -> T:
+        """What `make` gives; it is called once for each key."""
+        if (what, key) not in self._made:
+            self._made[what, key] = make()
+        return cast(T, self._made[what, key])
 
 
 def find_devices(config: Config) -> tuple[str, str]:
@@ -248,7 +242,7 @@ def _num_traced(facts: StepFacts, layer: LayerSpec, tokens: str) -> int:
 
 
 def _key(config: Config, dtype: torch.dtype | None, *names: str) -> str:
-    """Everything of the config that matters to something, as text."""
+    """These parts of the config as text."""
     parts: list[Any] = [dtype]
     for name in names:
         value: Any = config

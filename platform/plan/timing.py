@@ -1,4 +1,4 @@
-"""What a step moves between processes, and how long its stages take at a given rate."""
+"""The bytes that a step moves between processes, and the seconds of its stages at given rates."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ GATHER = {"cpu": NETWORK, "cuda": 100.0}  # GB/s among LM workers (ZeRO-3, sums 
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast one process of a role works."""
+    """How fast a process of a role works."""
 
     products: dict[torch.dtype, float]  # FLOP/s of large matrix products
     memory: float  # bytes/s of everything else
     source: str
 
     def describe(self, dtype: torch.dtype) -> str:
-        """For people."""
+        """The rate for a table."""
         return f"{self.source}, {self.products[dtype] / 1e9:,.0f} GFLOP/s in {str(dtype).removeprefix('torch.')}"
 
     def seconds(self, cost: Cost) -> float:
@@ -47,7 +47,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a step, on the process that takes longest."""
+    """A part of a step, on the process that takes longest for it."""
 
     name: str
     flops: int
@@ -56,7 +56,7 @@ class Stage:
 
 
 def find_rates(device: str, dtype: torch.dtype, processes: int, gflops: float | None, measure: bool) -> Rates:
-    """Given in this type, measured here, or assumed; the rates of other types stand to it as assumed."""
+    """The rate given for this type, measured here, or assumed; other types are in the assumed proportion to it."""
     threads = max(1, (os.cpu_count() or 1) // processes)
     factor = 1 if device == "cuda" else threads
     assumed = {kind: rate * factor for kind, rate in (_PER_GPU if device == "cuda" else _PER_CORE).items()}
@@ -65,10 +65,10 @@ def find_rates(device: str, dtype: torch.dtype, processes: int, gflops: float | 
             raise UsageError("--measure measures the CPUs here, but the plan is for GPUs: give --flops")
         share = threads / torch.get_num_threads() if threads < torch.get_num_threads() else 1.0
         rate = gemm_rate() * share
-        scaled = {kind: rate * one / assumed[torch.float32] for kind, one in assumed.items()}
+        scaled = {kind: rate * other / assumed[torch.float32] for kind, other in assumed.items()}
         return Rates(scaled, copy_rate() * share, "measured here")
     if gflops is not None:
-        scaled = {kind: gflops * 1e9 * one / assumed[dtype] for kind, one in assumed.items()}
+        scaled = {kind: gflops * 1e9 * other / assumed[dtype] for kind, other in assumed.items()}
         return Rates(scaled, _MEMORY[device], "given")
     where = "half an A100" if device == "cuda" else f"{threads} of the cores here"
     return Rates(assumed, _MEMORY[device], f"assumed ({where})")
@@ -76,17 +76,17 @@ def find_rates(device: str, dtype: torch.dtype, processes: int, gflops: float | 
 
 def gemm_rate(size: int = 1024) -> float:
     """FLOP/s of a large float32 product on this machine, now."""
-    one, other = torch.randn(size, size), torch.randn(size, size)
-    return 2 * size**3 / _best(lambda: torch.mm(one, other))
+    left, right = torch.randn(size, size), torch.randn(size, size)
+    return 2 * size**3 / _best_seconds(lambda: torch.mm(left, right))
 
 
 def copy_rate(size: int = 2**24) -> float:
     """Bytes/s of adding two float32 vectors, read and written."""
-    one, out = torch.ones(size), torch.empty(size)
-    return 12 * size / _best(lambda: torch.add(one, one, out=out))
+    vector, out = torch.ones(size), torch.empty(size)
+    return 3 * vector.nbytes / _best_seconds(lambda: torch.add(vector, vector, out=out))
 
 
-def _best(work: Callable[[], object], repeats: int = 5) -> float:
+def _best_seconds(work: Callable[[], object], repeats: int = 5) -> float:
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -119,7 +119,7 @@ class Transfers:
 def find_transfers(
     config: Config, planned: PlannedLM, features: int, lm: RehearsedLM, hypernet: RehearsedHypernet
 ) -> Transfers:
-    """What travels, from shapes alone. A sum over k processes sends 2(k − 1)/k of its size from each."""
+    """Bytes from shapes alone. In a sum over k processes each sends 2(k − 1)/k of its size."""
     workers, actors = config.cluster.lm_workers, config.cluster.hypernet_actors
     holders = [share.layer for shares in divide([layer.name for layer in planned.layers], actors) for share in shares]
     size = torch.promote_types(planned.lm.dtype, torch.float32).itemsize
@@ -139,7 +139,7 @@ def find_transfers(
 
 
 def _passes(planned: PlannedLM) -> float:
-    """How often three micro-batches, one of each role, go through the weights; below every edit once each."""
+    """How often three micro-batches, one of each kind of facts, go through the weights; below every edit once each."""
     reached = reached_share(planned)
     return 3 * (1 - reached) + 7 * reached  # trace and L_gen: forward, backward; L_loc: two forwards, backward
 
@@ -169,16 +169,17 @@ def find_stages(
     objects = moved.traces // workers + moved.shifts // workers + moved.shift_grads // min(workers, actors)
     sums = moved.theta_grads // actors + moved.solve // actors
     gathered = (moved.weights + moved.shift_grad_sum) // workers  # among the LM workers
-    found = [_stage(name, lm.costs[name], rates[0]) for name in ("trace", "meta_loss")]
-    found += [_stage(name, hypernet.costs[name], rates[1]) for name in ("solve", "hypernet", "adam")]
-    found.append(Stage("transfer", 0, objects + sums, (objects + sums) / network))
+    stages = [_stage(name, lm.costs[name], rates[0]) for name in ("trace", "meta_loss")]
+    stages += [_stage(name, hypernet.costs[name], rates[1]) for name in ("solve", "hypernet", "adam")]
+    stages.append(Stage("transfer", 0, objects + sums, (objects + sums) / network))
     if gathered:
-        found.append(Stage("gather", 0, gathered, gathered / gather))
-    return found
+        stages.append(Stage("gather", 0, gathered, gathered / gather))
+    return stages
 
 
 def step_seconds(config: Config, stages: list[Stage]) -> float:
-    """One step: everything in turn, except that the next step's trace runs beside the actors' way back."""
+    """Seconds of a step: all stages in turn, except that with overlap the next trace runs while the actors
+    back-propagate."""
     seconds = {stage.name: stage.seconds for stage in stages}
     total = sum(seconds.values())
     if config.cluster.overlap:

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 
 from malmen.data.tokens import EncodedFact, MetaBatch, make_batches
 from malmen.errors import EditError
+from malmen.least_squares import NormalEquation
 from malmen.lm.trace import Traces, trace
 from malmen.lm_side import LMSide
 from malmen.methods.mend import SETTINGS as MEND
@@ -163,16 +164,20 @@ def test_adding_then_removing_facts_equals_never_having_added_them(kind: str) ->
     lm, editor, facts = setup.lm, setup.editor, random_facts(setup.lm, 9, 1)
     editor.observe(plain_traces(setup, facts))
     together, guests = (
-        editor.equations(trace(lm, editor.layers, make_batches(some, 40, 0), "answer")) for some in (facts, facts[4:])
+        {
+            name: NormalEquation.of(*targets)
+            for name, targets in editor.layer_targets(
+                trace(lm, editor.layers, make_batches(some, 40, 0), "answer")
+            ).items()
+        }
+        for some in (facts, facts[4:])
     )
     never = editor.solve(plain_traces(setup, facts[:4])).shifts
     back = {name: together[name] - guests[name] for name in together}
-    for name, shift in editor.solve_equations(back).items():
-        assert_close(shift, never[name], rtol=1e-9, atol=1e-10)  # a difference of sums loses some digits
+    assert_close(editor.solve_equations(back), never, rtol=1e-9, atol=1e-10)  # a difference of sums loses some digits
     again = {name: back[name] + guests[name] for name in back}
     everything = editor.solve(plain_traces(setup, facts)).shifts
-    for name, shift in editor.solve_equations(again).items():
-        assert_close(shift, everything[name], rtol=1e-9, atol=1e-10)
+    assert_close(editor.solve_equations(again), everything, rtol=1e-9, atol=1e-10)
 
 
 def test_an_editor_that_was_not_told_which_keys_to_preserve_says_so() -> None:
@@ -184,7 +189,7 @@ def test_an_editor_that_was_not_told_which_keys_to_preserve_says_so() -> None:
         setup.editor.preserve({last.name: torch.full((last.key_size, last.key_size), torch.nan)})
     (net,) = setup.editor.nets.values()
     net.moments[1] = torch.nan  # as it is made
-    with pytest.raises(EditError, match=r"layer transformer\.h\.2.*preserved_weight is 2, .* not told which keys"):
+    with pytest.raises(EditError, match=r"layer transformer\.h\.2.*preserved_weight is 2, .* has no keys to preserve"):
         setup.editor.solve(traces)
 
 

@@ -47,7 +47,7 @@ def test_a_feature_that_never_varies_is_not_blown_up() -> None:
 
 
 def test_statistics_do_not_change_outside_merge() -> None:
-    net = HyperNetwork(1, 4, 2, rank=3).double().train()
+    net = HyperNetwork(1, 4, 2, rank=3, num_blocks=2, edit_lr=1e-6, damping=1.0).double().train()
     before = {name: value.clone() for name, value in net.norm.state_dict().items()}
     rows = _rows(5)
     net(torch.zeros(5, dtype=torch.long), rows[:, :4], rows[:, 4:])
@@ -56,7 +56,7 @@ def test_statistics_do_not_change_outside_merge() -> None:
 
 def test_the_network_is_the_identity_of_the_normalised_input_at_the_start() -> None:
     rows = _rows()
-    net = HyperNetwork(1, 4, 2, rank=3, edit_lr=0.01).double()
+    net = HyperNetwork(1, 4, 2, rank=3, num_blocks=2, edit_lr=0.01, damping=1.0).double()
     net.norm.merge(0, Statistics.of(rows))
     layers = torch.zeros(len(rows), dtype=torch.long)
     pseudo_keys, scaled_grads = net(layers, rows[:, :4], rows[:, 4:])
@@ -67,7 +67,7 @@ def test_the_network_is_the_identity_of_the_normalised_input_at_the_start() -> N
 
 def test_every_parameter_that_can_learn_at_the_start_has_a_gradient() -> None:
     rows = _rows()
-    net = HyperNetwork(1, 4, 2, rank=3, edit_lr=0.01).double()
+    net = HyperNetwork(1, 4, 2, rank=3, num_blocks=2, edit_lr=0.01, damping=1.0).double()
     net.norm.merge(0, Statistics.of(rows))
     pseudo_keys, scaled_grads = net(torch.zeros(len(rows), dtype=torch.long), rows[:, :4], rows[:, 4:])
     (pseudo_keys.sum() + (scaled_grads * torch.randn_like(scaled_grads)).sum()).backward()
@@ -78,7 +78,7 @@ def test_every_parameter_that_can_learn_at_the_start_has_a_gradient() -> None:
 
 def test_rows_of_different_layers_can_share_a_batch() -> None:
     rows = _rows(9)
-    net = HyperNetwork(3, 4, 2, rank=3).double()
+    net = HyperNetwork(3, 4, 2, rank=3, num_blocks=2, edit_lr=1e-6, damping=1.0).double()
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in net.parameters():

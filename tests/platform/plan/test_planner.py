@@ -45,7 +45,7 @@ def test_a_plan_is_of_a_step_of_the_configs_size() -> None:
     config = _builtin("training.num_edits=300", "training.unrelated_per_edit=2")
     planned = plan_lm(config, torch.float32)
     found = step_facts(config, find_pools(config, planned.lm))
-    assert [len(some) for some in found.roles.values()] == [300, 300, 600]
+    assert [len(some) for some in found.by_kind.values()] == [300, 300, 600]
     given = step_facts(config, find_pools(config, planned.lm, fact_tokens=20, answer_tokens=5))
     assert {(fact.length, len(fact.targets)) for fact in given.edits} == {(19, 5)}
 

@@ -182,7 +182,7 @@ def test_a_folder_is_gone_on_with_by_more_seeds_or_recipes_but_not_by_changed_on
 def test_what_fails_is_kept_as_an_error_and_the_others_go_on(settings: ExperimentConfig, tmp_path: Path) -> None:
     variant = method_variant("ft", base_config(settings))
     work.do_cells(variant, 0, [Cell("ft", 0, 100_000), Cell("ft", 0, 2)], settings, tmp_path)
-    assert "100000 held-out edits were asked for" in Cells(tmp_path).get(Cell("ft", 0, 100_000))["error"]
+    assert "100000 held-out edits are needed" in Cells(tmp_path).get(Cell("ft", 0, 100_000))["error"]
     assert "scores" in Cells(tmp_path).get(Cell("ft", 0, 2))
     assert Cells(tmp_path).done(Cell("ft", 0, 2)) and not Cells(tmp_path).done(Cell("ft", 0, 100_000))  # tried again
 
