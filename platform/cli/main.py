@@ -30,20 +30,18 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _name, _command in {
-    "train": train,
-    "edit": edit,
-    "eval": evaluate,
-    "generate": generate,
-    "export": export,
-    "quickstart": quickstart,
-    "plan": plan,
-    "configs": configs,
-    "settings": settings,
-}.items():
-    app.command(_name)(_command)
-for _name, _group in {"data": data_app, "world": world_app, "classifier": classifier_app}.items():
-    app.add_typer(_group, name=_name)
+app.command("train")(train)
+app.command("edit")(edit)
+app.command("eval")(evaluate)
+app.command("generate")(generate)
+app.command("export")(export)
+app.command("quickstart")(quickstart)
+app.command("plan")(plan)
+app.command("configs")(configs)
+app.command("settings")(settings)
+app.add_typer(data_app, name="data")
+app.add_typer(world_app, name="world")
+app.add_typer(classifier_app, name="classifier")
 
 
 def _version(show: bool) -> None:
