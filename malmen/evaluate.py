@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,24 +12,17 @@ from torch import Tensor
 from malmen.config import Config
 from malmen.data.records import EditRecord, Fact, unrelated_to_all
 from malmen.data.tokens import EncodedFact, FactEncoder, TokenBatch, make_batches
-from malmen.lm.generate import decode, generate_ids, up_to_the_end
+from malmen.lm.generate import OnProgress, decode, generate_ids, up_to_the_end
 from malmen.lm.model import LanguageModel, fact_encoder
 from malmen.lm.overlay import Shifts, edited
+from malmen.metrics import BEFORE, BY_TOKENS, ENDED, EXACT, GENERATED, METRICS, FactKind
 
 _END_MARKS = ("\n", ".", ",", ";", ":", "!", "?")
 
 Predict = Callable[[Sequence[EncodedFact]], list[list[int]]]  # the most probable tokens of each fact's answer
 
 
-@dataclass
-class Answers:
-    """What a model says to some facts' prompts."""
-
-    predicted: list[list[int]]  # teacher-forced, one token for each answer token
-    generated: list[list[int]] | None  # free-running
-
-
-@dataclass
+@dataclass(frozen=True)
 class Success:
     """Shares of right answers; None where nothing was measured."""
 
@@ -40,11 +32,11 @@ class Success:
     ended: float | None  # of these, the answers after which the text ends
 
 
-@dataclass
+@dataclass(frozen=True)
 class FactReport:
     """One fact before and after."""
 
-    role: str  # edit, equivalent or unrelated
+    role: FactKind
     prompt: str
     answer: str
     right_before: bool
@@ -60,8 +52,8 @@ class Evaluation:
     """One set of edits, measured."""
 
     edits: int
-    before: dict[str, Success]
-    after: dict[str, Success]
+    before: dict[FactKind, Success]
+    after: dict[FactKind, Success]
     locality_agreement: float | None  # unrelated answer tokens predicted as by the unedited model
     generated_agreement: float | None  # unrelated prompts whose whole generated text is the unedited model's
     mean_residual: float | None
@@ -70,14 +62,14 @@ class Evaluation:
 
     def scores(self) -> dict[str, Any]:
         """Flat numbers for tables, files and trackers."""
-        names = {"edit": "edit_success", "equivalent": "generalization_success", "unrelated": "locality_success"}
         flat: dict[str, Any] = {"edits": self.edits}
-        for suffix, table in (("", self.after), ("_before", self.before)):
-            for role, name in names.items():
-                flat[name + suffix] = table[role].tokens
-                flat[f"{name}_exact{suffix}"] = table[role].exact
-                flat[f"{name}_generated{suffix}"] = table[role].generated
-                flat[f"{name}_ended{suffix}"] = table[role].ended
+        for suffix, table in (("", self.after), (BEFORE, self.before)):
+            for metric in METRICS:
+                success = table[metric.kind]
+                flat[metric.name + BY_TOKENS + suffix] = success.tokens
+                flat[metric.name + EXACT + suffix] = success.exact
+                flat[metric.name + GENERATED + suffix] = success.generated
+                flat[metric.name + ENDED + suffix] = success.ended
         flat["locality_agreement"] = self.locality_agreement
         flat["locality_agreement_generated"] = self.generated_agreement
         flat["mean_residual"] = self.mean_residual
@@ -85,35 +77,67 @@ class Evaluation:
         return flat
 
 
+@dataclass(frozen=True)
+class _Question:
+    """A fact that both models are asked for."""
+
+    kind: FactKind
+    fact: Fact
+    encoded: EncodedFact
+    max_new_tokens: int  # of the generated answer
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """One model's answer to a question."""
+
+    predicted: list[int]  # teacher-forced, one token for each answer token
+    generated: list[int] | None  # free-running
+
+
 def evaluate(
     lm: LanguageModel, records: Sequence[EditRecord], shifts: Shifts, config: Config, *,
     generate: bool = True, residual: float | None = None, predict: Predict | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Evaluation:  # fmt: skip
-    """Measure an edit of these records' facts, beside the unedited model. `predict` is this module's by default."""
-    predict = predict or (lambda facts: predict_tokens(lm, facts, config.batch.token_budget))
-    encoder = fact_encoder(lm, config.data)
-    facts: dict[str, list[Fact]] = {
-        "edit": [record.edit for record in records],
-        "equivalent": [fact for record in records for fact in record.equivalents],
-        "unrelated": [fact for some in unrelated_to_all(records) for fact in some],
-    }
-    encoded = {role: [encoder.encode(fact) for fact in some] for role, some in facts.items()}
-    tables: dict[str, dict[str, Answers]] = {}
-    for when, context in (("before", nullcontext()), ("after", edited(lm, shifts))):
-        with context:
-            tables[when] = {
-                role: _answers(lm, encoder, facts[role], encoded[role], config, generate, predict) for role in facts
-            }
-    old, new = (tables[when]["unrelated"] for when in ("before", "after"))
+    """Measure an edit of these records' facts, beside the unedited model.
+
+    `predict` replaces `predict_tokens`. `on_progress` counts answers: each fact is asked before and after the edit,
+    teacher-forced and, with `generate`, free-running.
+    """
+    questions = _questions(fact_encoder(lm, config.data), records)
+    generate = generate and lm.kind != "classifier"
+    passes = 4 if generate else 2
+
+    def answers(first_pass: int) -> list[_Answer]:
+        def part(number: int) -> OnProgress | None:
+            start, total = number * len(questions), passes * len(questions)
+            return None if on_progress is None else lambda done, _: on_progress(start + done, total)
+
+        return _answers(lm, questions, config, predict, generate, part(first_pass), part(first_pass + 1))
+
+    before = answers(0)
+    with edited(lm, shifts):
+        after = answers(passes // 2)
+    kinds = [question.kind for question in questions]
+    unrelated = [pair for kind, *pair in zip(kinds, before, after, strict=True) if kind == "unrelated"]
     return Evaluation(
         edits=len(records),
-        before={role: _success(lm, encoded[role], answers) for role, answers in tables["before"].items()},
-        after={role: _success(lm, encoded[role], answers) for role, answers in tables["after"].items()},
-        locality_agreement=_agreement(old.predicted, new.predicted),
-        generated_agreement=_generated_agreement(lm, old.generated, new.generated),
+        before=_successes(lm, questions, before),
+        after=_successes(lm, questions, after),
+        locality_agreement=_mean(
+            old_token == new_token
+            for old, new in unrelated
+            for old_token, new_token in zip(old.predicted, new.predicted, strict=True)
+        ),
+        generated_agreement=_mean(
+            up_to_the_end(lm, old.generated) == up_to_the_end(lm, new.generated)
+            for old, new in unrelated
+            if old.generated is not None and new.generated is not None
+        ),
         mean_residual=residual,
         shift_ratio=shift_ratio(lm, shifts),
-        facts=_reports(lm, facts, encoded, tables),
+        facts=[_report(lm, *asked) for asked in zip(questions, before, after, strict=True)],
     )
 
 
@@ -122,36 +146,48 @@ def shift_ratio(lm: LanguageModel, shifts: Shifts) -> dict[str, float]:
     return {name: float(shift.norm()) / lm.weight_norm(name) for name, shift in shifts.items()}
 
 
-def predict_tokens(lm: LanguageModel, facts: Sequence[EncodedFact], token_budget: int) -> list[list[int]]:
-    """The most probable token at each answer position, given the answer before it."""
-    return predict_batches(lm, len(facts), make_batches(facts, token_budget, lm.pad_id))
+def predict_tokens(
+    lm: LanguageModel, facts: Sequence[EncodedFact], token_budget: int, on_progress: OnProgress | None = None
+) -> list[list[int]]:
+    """The most probable token at each answer position, given the answer before it. `on_progress` counts facts."""
+    return predict_batches(lm, len(facts), make_batches(facts, token_budget, lm.pad_id), on_progress)
 
 
 @torch.no_grad()
-def predict_batches(lm: LanguageModel, num_facts: int, batches: Sequence[TokenBatch]) -> list[list[int]]:
+def predict_batches(
+    lm: LanguageModel, num_facts: int, batches: Sequence[TokenBatch], on_progress: OnProgress | None = None
+) -> list[list[int]]:
     """The same for facts that are already in batches."""
-    found: list[list[int]] = [[] for _ in range(num_facts)]
+    predicted: list[list[int]] = [[] for _ in range(num_facts)]
+    done = 0
     for batch in batches:
         batch = batch.to(lm.device)
         best: Tensor = lm.logits(batch).argmax(-1)
         if not batch.counts:
             continue
         for fact, token in zip(batch.fact_of(batch.answer_mask).tolist(), best.tolist(), strict=True):
-            found[fact].append(token)
-    return found
+            predicted[fact].append(token)
+        done += len(batch.facts)
+        if on_progress:
+            on_progress(done, num_facts)
+    return predicted
 
 
-def _answers(
-    lm: LanguageModel, encoder: FactEncoder, facts: Sequence[Fact], encoded: Sequence[EncodedFact],
-    config: Config, generate: bool, predict: Predict,
-) -> Answers:  # fmt: skip
-    predicted = predict(encoded)
-    if not generate or lm.kind == "classifier" or not encoded:
-        return Answers(predicted, None)
-    longest = max(len(fact.targets) for fact in encoded) + 1  # one more, to see whether the text ends there
-    news = [_new_tokens(fact, longest, encoder) for fact in encoded]
-    prompts = [fact.prompt for fact in facts]
-    return Answers(predicted, generate_ids(lm, encoder, prompts, news, config.batch.token_budget))
+def _questions(encoder: FactEncoder, records: Sequence[EditRecord]) -> list[_Question]:
+    facts: dict[FactKind, list[Fact]] = {
+        "edit": [record.edit for record in records],
+        "equivalent": [fact for record in records for fact in record.equivalents],
+        "unrelated": [fact for unrelated in unrelated_to_all(records) for fact in unrelated],
+    }
+    questions = []
+    for kind, listed in facts.items():
+        encoded = [encoder.encode(fact) for fact in listed]
+        longest = max((len(fact.targets) for fact in encoded), default=0) + 1  # one more, to see whether the text ends
+        questions += [
+            _Question(kind, fact, tokens, _new_tokens(tokens, longest, encoder))
+            for fact, tokens in zip(listed, encoded, strict=True)
+        ]
+    return questions
 
 
 def _new_tokens(fact: EncodedFact, longest: int, encoder: FactEncoder) -> int:
@@ -161,19 +197,43 @@ def _new_tokens(fact: EncodedFact, longest: int, encoder: FactEncoder) -> int:
     return max(len(fact.targets), min(longest, encoder.max_length - fact.first))
 
 
-def _success(lm: LanguageModel, encoded: Sequence[EncodedFact], answers: Answers) -> Success:
-    if not encoded:
-        return Success(None, None, None, None)
+def _answers(
+    lm: LanguageModel, questions: Sequence[_Question], config: Config, predict: Predict | None, generate: bool,
+    on_predicted: OnProgress | None, on_generated: OnProgress | None,
+) -> list[_Answer]:  # fmt: skip
+    budget = config.batch.token_budget
+    encoded = [question.encoded for question in questions]
+    predicted = predict(encoded) if predict else predict_tokens(lm, encoded, budget, on_predicted)
+    if not generate:
+        return [_Answer(ids, None) for ids in predicted]
+    prompts = [question.fact.prompt for question in questions]
+    limits = [question.max_new_tokens for question in questions]
+    generated = generate_ids(lm, fact_encoder(lm, config.data), prompts, limits, budget, on_generated)
+    return [_Answer(*ids) for ids in zip(predicted, generated, strict=True)]
+
+
+def _successes(
+    lm: LanguageModel, questions: Sequence[_Question], answers: Sequence[_Answer]
+) -> dict[FactKind, Success]:
+    pairs = list(zip(questions, answers, strict=True))
+    return {
+        metric.kind: _success(lm, [(asked.encoded, answer) for asked, answer in pairs if asked.kind == metric.kind])
+        for metric in METRICS
+    }
+
+
+def _success(lm: LanguageModel, answered: Sequence[tuple[EncodedFact, _Answer]]) -> Success:
     hits = [
-        [token == target for token, target in zip(predicted, fact.targets, strict=True)]
-        for fact, predicted in zip(encoded, answers.predicted, strict=True)
+        [token == target for token, target in zip(answer.predicted, fact.targets, strict=True)]
+        for fact, answer in answered
     ]
-    generated = ended = None
-    if answers.generated is not None:
-        pairs = list(zip(answers.generated, encoded, strict=True))
-        generated = _mean(_starts(ids, fact) for ids, fact in pairs)
-        ended = _mean(_starts(ids, fact) and _ends(lm, ids, fact) for ids, fact in pairs)
-    return Success(_mean(hit for row in hits for hit in row), _mean(all(row) for row in hits), generated, ended)
+    generated = [(fact, answer.generated) for fact, answer in answered if answer.generated is not None]
+    return Success(
+        tokens=_mean(hit for row in hits for hit in row),
+        exact=_mean(all(row) for row in hits),
+        generated=_mean(_starts(ids, fact) for fact, ids in generated),
+        ended=_mean(_starts(ids, fact) and _ends(lm, ids, fact) for fact, ids in generated),
+    )
 
 
 def _starts(ids: list[int], fact: EncodedFact) -> bool:
@@ -181,54 +241,39 @@ def _starts(ids: list[int], fact: EncodedFact) -> bool:
 
 
 def _ends(lm: LanguageModel, ids: list[int], fact: EncodedFact) -> bool:
-    """Whether the text ends after the answer: by the end mark, a new line, or what closes a clause or a sentence.
-    An answer that takes all the room there is has not been seen to end."""
+    """Whether the text ends after the answer: by the end mark, a new line, or a mark that closes a clause.
+
+    An answer that takes all the room there is has not been seen to end.
+    """
     answer, rest = ids[: len(fact.targets)], ids[len(fact.targets) :]
     if lm.tokenizer.eos_token_id in (answer[-1], *rest[:1]):
         return True
     return str(lm.tokenizer.decode(rest)).lstrip(" ")[:1] in _END_MARKS if rest else False
 
 
-def _mean(values: Any) -> float:
-    listed = [float(value) for value in values]
-    return sum(listed) / len(listed)
+def _mean(values: Iterable[bool]) -> float | None:
+    """The share of what holds; None of nothing."""
+    listed = list(values)
+    return sum(listed) / len(listed) if listed else None
 
 
-def _agreement(before: list[list[int]], after: list[list[int]]) -> float | None:
-    pairs = [pair for rows in zip(before, after, strict=True) for pair in zip(*rows, strict=True)]
-    return _mean(one == other for one, other in pairs) if pairs else None
-
-
-def _generated_agreement(
-    lm: LanguageModel, before: list[list[int]] | None, after: list[list[int]] | None
-) -> float | None:
-    if not before or not after:
-        return None
-    return _mean(up_to_the_end(lm, one) == up_to_the_end(lm, other) for one, other in zip(before, after, strict=True))
+def _report(lm: LanguageModel, asked: _Question, before: _Answer, after: _Answer) -> FactReport:
+    targets = asked.encoded.targets
+    return FactReport(
+        role=asked.kind,
+        prompt=asked.fact.prompt,
+        answer=asked.fact.answer,
+        right_before=before.predicted == targets,
+        right_after=after.predicted == targets,
+        before=None if before.generated is None else decode(lm, before.generated),
+        after=None if after.generated is None else decode(lm, after.generated),
+        forced_before=_text(lm, before.predicted),
+        forced_after=_text(lm, after.predicted),
+    )
 
 
 def _text(lm: LanguageModel, ids: list[int]) -> str:
     if lm.kind != "classifier":
         return decode(lm, ids)
-    names = getattr(lm.model.config, "id2label", {})
-    return " ".join(str(names.get(one, one)) for one in ids)
-
-
-def _reports(
-    lm: LanguageModel,
-    facts: dict[str, list[Fact]],
-    encoded: dict[str, list[EncodedFact]],
-    tables: dict[str, dict[str, Answers]],
-) -> list[FactReport]:
-    reports = []
-    for role, some in facts.items():
-        before, after = tables["before"][role], tables["after"][role]
-        for index, fact in enumerate(some):
-            targets = encoded[role][index].targets
-            forced = before.predicted[index], after.predicted[index]
-            report = FactReport(role, fact.prompt, fact.answer, forced[0] == targets, forced[1] == targets)
-            report.forced_before, report.forced_after = (_text(lm, ids) for ids in forced)
-            if before.generated is not None and after.generated is not None:
-                report.before, report.after = decode(lm, before.generated[index]), decode(lm, after.generated[index])
-            reports.append(report)
-    return reports
+    labels = getattr(lm.model.config, "id2label", {})
+    return " ".join(str(labels.get(label, label)) for label in ids)

@@ -25,6 +25,7 @@ from malmen.edit_method import EditMethod
 from malmen.editor import Editor, seeded_editor
 from malmen.errors import EditError
 from malmen.evaluate import Evaluation, evaluate
+from malmen.lm.generate import OnProgress
 from malmen.lm.layers import find_layers
 from malmen.lm.model import LanguageModel, fact_encoder, load_lm
 from malmen.lm_side import LMSide
@@ -53,6 +54,7 @@ def train(
     *,
     resume: bool = False,
     lm: LanguageModel | None = None,
+    on_phase: Callable[[str], None] = lambda _description: None,
     on_step: Callable[[int, StepReport], None] | None = None,
     on_evaluation: Callable[[int, dict[str, Any]], None] | None = None,
 ) -> TrainingRun:
@@ -61,8 +63,11 @@ def train(
     check_held_out(config)
     opened = RunFolder.open(folder, config, resume=resume)
     opened.check_data(data_fingerprint(config))
-    lm = lm or load_lm(config.model)
+    if lm is None:
+        on_phase("loading the model")
+        lm = load_lm(config.model)
     fingerprint = lm.fingerprint()
+    on_phase("reading the records")
     sampler = Sampler(config, fact_encoder(lm, config.data), training_records(config))
     records = validation_records(config)
     sampler.check_lengths()
@@ -80,6 +85,7 @@ def train(
     caches, training = sampler.caches(fingerprint, lm.dtype), config.training
 
     def measure() -> None:
+        on_phase("measuring on held-out records")
         step, scores = editor.steps_done, evaluate_editor(lm, editor, records, config, generate=False).scores()
         if on_evaluation:
             on_evaluation(step, scores)
@@ -130,11 +136,15 @@ def evaluate_editor(
     *,
     edits: int | None = None,
     generate: bool = True,
+    on_progress: OnProgress | None = None,
 ) -> Evaluation:
     """Edit the first held-out records all at once, and evaluate the edit."""
     chosen = check_enough(records, edits or config.training.eval_edits or config.training.num_edits)
     solved = editor.edit(lm, edits_of(chosen))
-    return evaluate(lm, chosen, solved.shifts, config, generate=generate, residual=solved.mean_residual())
+    return evaluate(
+        lm, chosen, solved.shifts, config,
+        generate=generate, residual=solved.mean_residual(), on_progress=on_progress,
+    )  # fmt: skip
 
 
 def evaluate_sets(
@@ -146,11 +156,17 @@ def evaluate_sets(
     sets: int,
     edits: int,
     generate: bool = True,
+    on_progress: OnProgress | None = None,
 ) -> list[Evaluation]:
     """Evaluations of several disjoint sets of edits, each of the unedited model."""
     chosen = compatible_records(records, sets * edits)
-    parts = [chosen[first * edits : (first + 1) * edits] for first in range(sets)]
-    return [evaluate_editor(lm, editor, part, config, edits=edits, generate=generate) for part in parts]
+
+    def evaluate_set(number: int) -> Evaluation:
+        part = chosen[number * edits : (number + 1) * edits]
+        of_set = on_progress and (lambda done, total: on_progress(number * total + done, sets * total))
+        return evaluate_editor(lm, editor, part, config, edits=edits, generate=generate, on_progress=of_set)
+
+    return [evaluate_set(number) for number in range(sets)]
 
 
 def check_enough(records: list[EditRecord], number: int) -> list[EditRecord]:

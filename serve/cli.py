@@ -12,7 +12,6 @@ import typer
 
 from malmen.errors import EditError
 from malmen.platform.cli.options import AsJson, RunByDefault
-from malmen.runs.checkpoint_lookup import BEST
 
 if TYPE_CHECKING:
     from malmen.serve.settings import ServeConfig
@@ -89,6 +88,8 @@ def _serve(settings: ServeConfig, host: str, port: int, address: str | None, as_
 
 def _absolute(settings: ServeConfig) -> ServeConfig:
     """Ray's processes stand in other folders."""
+    from malmen.runs.checkpoint_lookup import BEST
+
     editor = settings.editor
     if "://" not in editor and not editor.startswith("models:/"):
         editor = str(Path(editor).absolute())

@@ -17,14 +17,14 @@ from malmen.platform.train import Listener, train
 from malmen.runs.checkpoint_lookup import latest_checkpoint, read_state
 from malmen.runs.run_folder import run_facts
 from malmen.tune.follow import SweepListener
-from malmen.tune.settings import SweepConfig
-from malmen.tune.space import Params, trial_config
+from malmen.tune.settings import Params, SweepConfig
 from malmen.tune.sweep_folder import SweepFolder, TrialRecord
+from malmen.tune.trial import trial_config
 
 
 @dataclass(frozen=True)
 class Champion:
-    """The winner."""
+    """The best trial and its editor."""
 
     number: int  # of its trial
     params: Params
@@ -37,11 +37,11 @@ class Champion:
 
 
 def best_trial(trials: Sequence[TrialRecord]) -> TrialRecord:
-    """The highest score among the trials that had all their steps; of equals the first."""
+    """The trial with the highest score among those that finished; of equals the first."""
     finished = [trial for trial in trials if trial.status == "finished" and trial.last]
     if not finished:
         failed = [f"trial {trial.number}: {trial.why}" for trial in trials if trial.status == "failed"]
-        raise EditError(f"no trial has finished, so there is no best one; {'; '.join(failed[:3]) or 'none has failed'}")
+        raise EditError(f"no trial has finished, so none is the best; {'; '.join(failed[:3]) or 'none has failed'}")
     return max(finished, key=lambda trial: trial.last.score if trial.last else 0.0)
 
 
@@ -49,24 +49,24 @@ def crown(
     base: Config, sweep: SweepConfig, folder: SweepFolder, facts: dict[str, Any], parent: str | None,
     listener: SweepListener,
 ) -> Champion:  # fmt: skip
-    """Find the best, train it again if it shall be, and give it the alias."""
+    """Find the best trial, train its config again if `retrain_steps` says so, and register its editor."""
     best = best_trial(folder.trials())
-    config, place = trial_config(base, sweep, best.params), folder.trial_path(best.number)
+    config, run = trial_config(base, sweep, best.params), folder.trial_path(best.number)
     if sweep.retrain_steps:
         listener.event(f"training trial {best.number}'s config again, {sweep.retrain_steps} steps")
-        config = _again(config, sweep.retrain_steps)
-        place = folder.path / f"champion-{best.number:04d}-{sweep.retrain_steps}"
-        _train_again(config, place, parent, listener)
-    checkpoint = Path(latest_checkpoint(place))
+        config = _with_steps(config, sweep.retrain_steps)
+        run = folder.path / f"champion-{best.number:04d}-{sweep.retrain_steps}"
+        _train_again(config, run, parent, listener)
+    checkpoint = Path(latest_checkpoint(run))
     state = read_state(checkpoint)
-    version = _register(config, sweep.alias, checkpoint, run_facts(place).get("mlflow_run"), parent)
+    version = _register(config, sweep.alias, checkpoint, run_facts(run).get("mlflow_run"), parent)
     champion = Champion(
         best.number,
         best.params,
         score(state["scores"], sweep.score) or 0.0,
         state["scores"],
         state["step"],
-        str(place),
+        str(run),
         f"models:/{registered_name(config)}@{sweep.alias}" if version else None,
         version,
     )
@@ -75,24 +75,25 @@ def crown(
     return champion
 
 
-def _again(config: Config, steps: int) -> Config:
+def _with_steps(config: Config, steps: int) -> Config:
     raw = config.model_dump(mode="json")
     raw["training"]["steps"] = steps
     return parse_config(raw, "the best trial")
 
 
-def _train_again(config: Config, place: Path, parent: str | None, listener: SweepListener) -> None:
-    """A run as any other; one that has finished already is left as it is."""
-    done = int(read_state(latest_checkpoint(place))["step"]) if list(place.glob("checkpoint-*")) else 0
-    unfinished = not run_facts(place).get("finished", True)  # its last step may be saved and not measured yet
+def _train_again(config: Config, run: Path, parent: str | None, listener: SweepListener) -> None:
+    """Train into `run`, or resume it; a finished run is left as it is."""
+    done = int(read_state(latest_checkpoint(run))["step"]) if list(run.glob("checkpoint-*")) else 0
+    unfinished = not run_facts(run).get("finished", True)  # its last step may be saved and not measured yet
     if done < config.training.steps or unfinished:
-        train(config, place, parent=parent, register=False, listener=Listener(event=listener.event))
+        train(config, run, parent=parent, register=False, listener=Listener(event=listener.event))
 
 
 def _register(config: Config, alias: str, checkpoint: Path, run_id: str | None, parent: str | None) -> str | None:
-    """The checkpoint's version in the registry, the same one each time, under the alias.
+    """Register the checkpoint under the alias; its version in the registry, the same one each time.
 
-    A trial whose run is in another store, because the sweep went on with a new one, is registered by the sweep's own.
+    A trial whose run is in another store, because the sweep was resumed with a new one, is registered under the
+    sweep's own run.
     """
     if not config.tracking.enabled or parent is None:
         return None

@@ -1,4 +1,4 @@
-"""What the driver of a sweep does when something happens to a trial: its record, its MLflow run, and who listens."""
+"""What the driver of a sweep does at each event of a trial: record, MLflow run, listener."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ray.tune import Callback
 
 from malmen.config import Config
-from malmen.errors import EditError
+from malmen.errors import EditError, last_line
 from malmen.platform.tracking.store import brief, connect, find_experiment, redact_credentials, store_errors
 from malmen.platform.tracking.watcher import DRIVER_TAG
 from malmen.runs.run_folder import run_facts
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SWEEP_DRIVER = "sweep"  # whose an MLflow run is that the sweep has ended: its trial's process leaves it alone
+SWEEP_DRIVER = "sweep"  # owns an MLflow run that the sweep has ended: the trial's process leaves it alone
 
 
 @dataclass
 class SweepListener:
-    """Whom a sweep tells what happens."""
+    """Callbacks of a sweep."""
 
     begun: Callable[[int, int], None] = lambda _trials, _concurrent: None
     started: Callable[[TrialRecord], None] = lambda _trial: None
@@ -36,26 +36,26 @@ class SweepListener:
 
 
 class Follower(Callback):
-    """Called by Ray Tune in the driver."""
+    """Ray Tune's callback in the driver."""
 
     def __init__(self, folder: SweepFolder, config: Config, listener: SweepListener) -> None:
         self.folder, self.config, self.listener = folder, config, listener
 
     def __getstate__(self) -> dict[str, Any]:
-        """Ray Tune pickles its callbacks into notes that nobody reads."""
+        """Ray Tune pickles its callbacks into its own notes, which are never read."""
         return {}
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """It has its process."""
+        """The trial has its process."""
         self.listener.started(self._record(trial))
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: Any, **info: Any) -> None:
-        """It was evaluated."""
+        """The trial was evaluated."""
         if not result["failed"]:
             self.listener.judged(self._record(trial))
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """It ended by itself, well or not, or early stopping ended it."""
+        """The trial finished or failed, or early stopping ended it."""
         record = self._record(trial)
         if not record.ended:
             assert record.last is not None
@@ -63,10 +63,9 @@ class Follower(Callback):
         self._end(record)
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Its process was lost more often than is borne."""
+        """The trial's process was lost more often than cluster.max_failures allows."""
         record = self._record(trial)
-        lines = [line.strip() for line in str(trial.get_error()).splitlines() if line.strip()]
-        why = f"its process was lost: {lines[-1] if lines else 'no reason is known'}"
+        why = f"its process was lost: {last_line(trial.get_error())}"
         self._end(record if record.ended else replace(record, status="failed", why=why))
 
     def _record(self, trial: Any) -> TrialRecord:
@@ -82,9 +81,9 @@ class Follower(Callback):
 
 
 def end_tracking_run(config: Config, folder: SweepFolder, record: TrialRecord) -> TrialRecord:
-    """A trial's MLflow run ends as its trial did, whatever its process still does; with what it is compared by.
+    """End a trial's MLflow run as the trial ended, with its parameters and score.
 
-    One that failed before its training had a run gets one here, so that every trial is found there.
+    A trial that failed before its training had a run gets one here, so that MLflow has every trial.
     """
     if not config.tracking.enabled:
         return record

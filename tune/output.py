@@ -1,4 +1,4 @@
-"""What `malmen sweep` prints."""
+"""What `malmen sweep` prints: progress, and the table of trials."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
 from malmen.platform.cli.output import err, out, percent, print_json
+from malmen.platform.cli.progress import bar
 from malmen.tune.follow import SweepListener
 from malmen.tune.results import SHARES
 from malmen.tune.sweep_folder import TrialRecord
 
 
 class SweepProgress:
-    """A bar of trials, and a line for whatever happens to one."""
+    """A bar of trials, and a line for each event of a trial."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
@@ -36,9 +37,9 @@ class SweepProgress:
             self.event(f"trial {trial.number} step {trial.last.step}: score {trial.last.score:.3f}")
 
     def ended(self, trial: TrialRecord) -> None:
-        found = f"score {trial.last.score:.3f} at step {trial.last.step}" if trial.last else "no score"
+        score = f"score {trial.last.score:.3f} at step {trial.last.step}" if trial.last else "no score"
         why = f", {trial.why}" if trial.why else ""
-        self.event(f"trial {trial.number} {trial.status}: {found}{why}")
+        self.event(f"trial {trial.number} {trial.status}: {score}{why}")
         self.progress.advance(self.task)
 
     def event(self, text: str) -> None:
@@ -53,14 +54,13 @@ def describe(trial: TrialRecord) -> str:
 @contextmanager
 def sweep_progress() -> Iterator[SweepListener]:
     """Progress of a sweep on standard error."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, disable=not err.is_terminal) as progress:
-        shown = SweepProgress(progress)
-        yield SweepListener(shown.begun, shown.started, shown.judged, shown.ended, shown.event)
+    with bar() as progress:
+        trials = SweepProgress(progress)
+        yield SweepListener(trials.begun, trials.started, trials.judged, trials.ended, trials.event)
 
 
 def show_sweep(results: dict[str, Any], as_json: bool) -> None:
-    """The end of a sweep."""
+    """The results of a sweep (`sweep_results`, and where its report is)."""
     if as_json:
         print_json(results)
         return
@@ -68,8 +68,8 @@ def show_sweep(results: dict[str, Any], as_json: bool) -> None:
     lines = [f"Report: {results['report']}"]
     if champion := results["champion"]:
         version = f", registered as {champion['uri']} (version {champion['version']})" if champion["uri"] else ""
-        found = f"score {champion['score']:.3f} after {champion['steps']} steps"
-        lines.insert(0, f"Best: trial {champion['number']}, {found}{version}")
+        score = f"score {champion['score']:.3f} after {champion['steps']} steps"
+        lines.insert(0, f"Best: trial {champion['number']}, {score}{version}")
     if results["tracking_uri"]:
         lines.append(f"Compare the trials: mlflow ui --backend-store-uri {results['tracking_uri']}")
     for line in lines:

@@ -1,4 +1,4 @@
-"""Pictures of a sweep."""
+"""Pictures of a sweep, as PNG files."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from malmen.tune.settings import LAYERS, Range, SweepConfig
 
 Rows = Sequence[dict[str, Any]]
 
-_LOOKS = {"finished": ("o", 1.0), "stopped": ("x", 0.6), "failed": ("v", 0.6), "planned": (".", 0.4)}
+_MARKERS = {"finished": ("o", 1.0), "stopped": ("x", 0.6), "failed": ("v", 0.6), "planned": (".", 0.4)}
 
 
 def plot_parameter(rows: Rows, name: str, values: Range | list[Any], path: Path) -> None:
     """The score over a numeric parameter, a colour for each layer set; crosses were stopped early."""
     figure, (axes,) = _figure(1)
-    shown = [row for row in rows if row["score"] is not None]
-    sets = sorted({str(row.get(LAYERS, "")) for row in shown})
-    for index, label in enumerate(sets):
-        some = [row for row in shown if str(row.get(LAYERS, "")) == label]
-        for status, (mark, alpha) in _LOOKS.items():
-            alike = [row for row in some if row["status"] == status]
-            values_of, scores = [row[name] for row in alike], [row["score"] for row in alike]
-            axes.scatter(values_of, scores, marker=mark, alpha=alpha, color=f"C{index}", s=45)
+    scored = [row for row in rows if row["score"] is not None]
+    layer_sets = sorted({str(row.get(LAYERS, "")) for row in scored})
+    for index, label in enumerate(layer_sets):
+        for row in scored:
+            if str(row.get(LAYERS, "")) == label:
+                marker, alpha = _MARKERS[row["status"]]
+                axes.scatter([row[name]], [row["score"]], marker=marker, alpha=alpha, color=f"C{index}", s=45)
         axes.scatter([], [], color=f"C{index}", label=label or "all trials")
     log = isinstance(values, Range) and values.log
     axes.set(xlabel=name, ylabel="score at the last evaluation", xscale="log" if log else "linear")
@@ -40,41 +39,41 @@ def plot_parameter(rows: Rows, name: str, values: Range | list[Any], path: Path)
     if isinstance(values, Range):
         axes.set_xlim(values.low, values.high)
     axes.legend(title="layers", fontsize="small")
-    _note(axes, rows)
+    _add_title(axes, rows)
     figure.savefig(path, dpi=120)
 
 
 def plot_layer_sets(rows: Rows, path: Path) -> None:
     """The scores of each layer set, as boxes with the trials in them."""
     figure, (axes,) = _figure(1)
-    shown = [row for row in rows if row["score"] is not None]
-    sets = sorted({row[LAYERS] for row in shown})
-    groups = [[row for row in shown if row[LAYERS] == name] for name in sets]
-    axes.boxplot([[row["score"] for row in group] for group in groups], tick_labels=sets, showfliers=False)
+    scored = [row for row in rows if row["score"] is not None]
+    layer_sets = sorted({row[LAYERS] for row in scored})
+    groups = [[row for row in scored if row[LAYERS] == name] for name in layer_sets]
+    axes.boxplot([[row["score"] for row in group] for group in groups], tick_labels=layer_sets, showfliers=False)
     for place, group in enumerate(groups, start=1):
         for row in group:
-            mark, alpha = _LOOKS[row["status"]]
-            axes.scatter([place], [row["score"]], marker=mark, alpha=alpha, color=f"C{place - 1}", s=45)
+            marker, alpha = _MARKERS[row["status"]]
+            axes.scatter([place], [row["score"]], marker=marker, alpha=alpha, color=f"C{place - 1}", s=45)
     axes.set(xlabel="layers", ylabel="score at the last evaluation")
     axes.tick_params(axis="x", rotation=20)
-    _note(axes, rows)
+    _add_title(axes, rows)
     figure.savefig(path, dpi=120)
 
 
 def plot_pareto(rows: Rows, front: Sequence[int], path: Path) -> None:
     """GS against LS; the line joins the finished trials that none beats in both."""
     figure, (axes,) = _figure(1)
-    shown = [row for row in rows if row["GS"] is not None and row["LS"] is not None]
-    for row in shown:
-        mark, alpha = _LOOKS[row["status"]]
-        axes.scatter([row["LS"]], [row["GS"]], marker=mark, alpha=alpha, color="C0", s=45)
+    measured = [row for row in rows if row["GS"] is not None and row["LS"] is not None]
+    for row in measured:
+        marker, alpha = _MARKERS[row["status"]]
+        axes.scatter([row["LS"]], [row["GS"]], marker=marker, alpha=alpha, color="C0", s=45)
         axes.annotate(str(row["number"]), (row["LS"], row["GS"]), xytext=(4, 4), textcoords="offset points", fontsize=8)
-    line = sorted((row["LS"], row["GS"]) for row in shown if row["number"] in front)
+    line = sorted((row["LS"], row["GS"]) for row in measured if row["number"] in front)
     if line:
         axes.plot(*zip(*line, strict=True), color="C3", label="Pareto front", zorder=0)
         axes.legend(loc="lower left")
     axes.set(xlabel="LS: right answers to unrelated prompts", ylabel="GS: right answers to rephrasings")
-    _note(axes, rows)
+    _add_title(axes, rows)
     figure.savefig(path, dpi=120)
 
 
@@ -88,20 +87,20 @@ def plot_budget(rows: Rows, steps: int, path: Path) -> None:
         axes.set(xlabel=label, ylabel="trial", yticks=numbers)
         axes.invert_yaxis()
     left.axvline(steps, color="0.5", linestyle=":")
-    seen = dict.fromkeys(row["status"] for row in rows)
-    right.legend(handles=[Patch(color=colours[status], label=status) for status in seen], fontsize="small")
+    statuses = dict.fromkeys(row["status"] for row in rows)
+    right.legend(handles=[Patch(color=colours[status], label=status) for status in statuses], fontsize="small")
     spent = sum(row["step"] for row in rows)
     figure.suptitle(f"{spent} of {len(rows) * steps} steps, {sum(row['seconds'] for row in rows):.0f} s", fontsize=10)
     figure.savefig(path, dpi=120)
 
 
 def plot_sweep(rows: Rows, sweep: SweepConfig, front: Sequence[int], steps: int, folder: Path) -> list[Path]:
-    """All pictures that the sweep gives reason for."""
-    made: list[Path] = []
+    """Draw every picture that the sweep's parameters and trials allow; their paths."""
+    pictures: list[Path] = []
 
     def picture(name: str) -> Path:
-        made.append(folder / f"{name}.png")
-        return made[-1]
+        pictures.append(folder / f"{name}.png")
+        return pictures[-1]
 
     for name, values in sweep.parameters.items():
         if isinstance(values, Range) or all(isinstance(value, int | float) for value in values):
@@ -110,7 +109,7 @@ def plot_sweep(rows: Rows, sweep: SweepConfig, front: Sequence[int], steps: int,
         plot_layer_sets(rows, picture("layer-sets"))
     plot_pareto(rows, front, picture("pareto"))
     plot_budget(rows, steps, picture("budget"))
-    return made
+    return pictures
 
 
 def _figure(columns: int) -> tuple[Figure, Sequence[Axes]]:
@@ -119,5 +118,5 @@ def _figure(columns: int) -> tuple[Figure, Sequence[Axes]]:
     return figure, figure.subplots(1, columns, squeeze=False)[0]
 
 
-def _note(axes: Axes, rows: Rows) -> None:
+def _add_title(axes: Axes, rows: Rows) -> None:
     axes.set_title(f"{len(rows)} trials; ● all steps, × stopped early", fontsize=9)

@@ -1,14 +1,15 @@
-"""What a sweep found, as plain rows: for tables, pictures, JSON."""
+"""The results of a sweep as plain rows, for tables, pictures and JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from malmen.metrics import METRICS
 from malmen.platform.tracking.store import redact_credentials
 from malmen.tune.sweep_folder import SweepFolder, TrialRecord
 
-SHARES = {"ES": "edit_success", "GS": "generalization_success", "LS": "locality_success"}
+SHARES = {metric.label: metric.name for metric in METRICS}
 
 
 def trial_row(trial: TrialRecord) -> dict[str, Any]:
@@ -29,25 +30,22 @@ def trial_row(trial: TrialRecord) -> dict[str, Any]:
 
 def pareto_front(trials: Sequence[TrialRecord]) -> list[TrialRecord]:
     """The finished trials that no other one beats in GS or LS without being worse in the other; by GS."""
-    points = [(*place, trial) for trial in trials if trial.status == "finished" and (place := _place(trial))]
-    front = [
-        (gs, ls, trial)
-        for gs, ls, trial in points
-        if not any(
-            other_gs >= gs and other_ls >= ls and (other_gs, other_ls) != (gs, ls) for other_gs, other_ls, _ in points
-        )
-    ]
-    return [trial for _, _, trial in sorted(front, key=lambda point: point[:2])]
+    points: dict[int, tuple[float, float]] = {}  # (GS, LS) by number of the trial
+    for trial in trials:
+        scores = trial.last.scores if trial.last and trial.status == "finished" else {}
+        gs, ls = scores.get(SHARES["GS"]), scores.get(SHARES["LS"])
+        if gs is not None and ls is not None:
+            points[trial.number] = gs, ls
 
+    def is_beaten(gs: float, ls: float) -> bool:
+        return any(rival != (gs, ls) and rival[0] >= gs and rival[1] >= ls for rival in points.values())
 
-def _place(trial: TrialRecord) -> tuple[float, float] | None:
-    scores = trial.last.scores if trial.last else {}
-    gs, ls = scores.get(SHARES["GS"]), scores.get(SHARES["LS"])
-    return None if gs is None or ls is None else (gs, ls)
+    front = [trial for trial in trials if trial.number in points and not is_beaten(*points[trial.number])]
+    return sorted(front, key=lambda trial: points[trial.number])
 
 
 def sweep_results(folder: SweepFolder) -> dict[str, Any]:
-    """All of it."""
+    """The sweep, its best trial and all its trials, as in `results.json`."""
     config, sweep, facts = folder.load()
     trials = folder.trials()
     return {

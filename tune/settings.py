@@ -9,24 +9,25 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from malmen.config import Section, explain, full_key, read_override, read_yaml
-from malmen.errors import UsageError
-from malmen.metrics import SCORE_PARTS
+from malmen.config import Section, full_key, read_override, read_yaml, shipped_file, usage_error
+from malmen.metrics import EXACT, METRICS, SCORE_PARTS
 
 LAYERS = "layers"  # the parameter that names a layer set
 SPACES = Path(__file__).parent / "spaces"
 
-# Shares of right answers, of which more is better.
+Params = dict[str, Any]  # of a trial, by name of the parameter; LAYERS names a layer set
+
+# What a sweep can maximise: shares of right answers.
 KNOWN_SCORES = (
     *SCORE_PARTS,
     "locality_agreement",
     "locality_success",
-    *(f"{name}_exact" for name in ("edit_success", "generalization_success", "locality_success")),
+    *(metric.name + EXACT for metric in METRICS),
 )
 
 
 class Range(Section):
-    """Numbers from `low` to `high`; whole ones where the setting is."""
+    """Numbers from `low` to `high`; integers where the setting is an integer."""
 
     low: int | float
     high: int | float
@@ -52,39 +53,49 @@ Choices = list[bool | int | float | str]
 
 
 class SweepConfig(Section):
-    """A sweep."""
+    """What is tried, how it is searched, and what counts as better."""
 
-    trials: int = Field(default=16, gt=0, description="how many; a grid has as many as it has points, at most these")
-    search: Literal["random", "grid", "optuna"] = Field(
-        default="random", description="`optuna` learns from the trials that have ended"
+    trials: int = Field(
+        default=16, gt=0, description="number of trials; a grid has one for each of its points, at most these"
     )
-    seed: int = Field(default=0, description="of what is drawn; the trials' own seed is the config's")
+    search: Literal["random", "grid", "optuna"] = Field(
+        default="random", description="how parameters are chosen; `optuna` learns from the trials that have ended"
+    )
+    seed: int = Field(default=0, description="of the drawn parameters; the trials' own seed is the config's")
     score: list[str] = Field(
         default=list(SCORE_PARTS), min_length=1, description="what is maximised: the harmonic mean of these"
     )
     early_stopping: Literal["asha", "none"] = Field(default="asha", description="whether weak trials end early")
     grace_steps: int | None = Field(
-        default=None, gt=0, description="before a trial may be stopped; default: training.eval_every, else steps / 8"
+        default=None,
+        gt=0,
+        description="steps before a trial may be stopped; default: training.eval_every, else steps / 8",
     )
-    reduction_factor: int = Field(default=2, ge=2, description="one of so many goes on at each rung")
+    reduction_factor: int = Field(
+        default=2, ge=2, description="at each rung of early stopping, one trial of so many continues"
+    )
     concurrent: int | None = Field(
         default=None, gt=0, description="trials at the same time; default: as many as the cluster has room for"
     )
-    trial_seconds: float = Field(default=86400, gt=0, description="a trial that takes longer has failed")
+    trial_seconds: float = Field(default=86400, gt=0, description="seconds after which a trial fails")
     retrain_steps: int | None = Field(
-        default=None, gt=0, description="train the best trial's config again with so many steps; default: promote it"
+        default=None,
+        gt=0,
+        description="train the best trial's config again for so many steps; default: its trial's editor is used",
     )
-    alias: str = Field(default="champion", pattern=r"^[\w.-]+$", description="in the registry, for the best editor")
-    layer_sets: dict[str, LayerSet] = Field(default={}, description="by name; a rule or a list stands for itself")
+    alias: str = Field(default="champion", pattern=r"^[\w.-]+$", description="of the best editor in the registry")
+    layer_sets: dict[str, LayerSet] = Field(
+        default={}, description="layer sets by name; a rule or a list stands for itself"
+    )
     parameters: dict[str, Range | Choices] = Field(
         default={}, description="settings by name, each a list of choices or a range"
     )
-    settings: dict[str, Any] = Field(default={}, description="what all trials have otherwise than the config")
+    settings: dict[str, Any] = Field(default={}, description="settings of all trials, in place of the config's")
 
     @field_validator("layer_sets", mode="before")
     @classmethod
     def _short_forms(cls, value: Any) -> Any:
-        """`[last:4, every:2]`, and `{name: last:4}`, as they would be written in full."""
+        """The full form of `[last:4, every:2]` and `{name: last:4}`."""
         if isinstance(value, list):
             value = {str(rule): rule for rule in value}
         if not isinstance(value, dict):
@@ -94,7 +105,7 @@ class SweepConfig(Section):
     @field_validator("parameters", mode="before")
     @classmethod
     def _numbers(cls, value: Any) -> Any:
-        """YAML takes `1e-5` for a text; in a list of choices a number is meant."""
+        """YAML reads `1e-5` as a text; in a list of choices it is a number."""
         if not isinstance(value, dict):
             return value
         return {name: list(map(_number, item)) if isinstance(item, list) else item for name, item in value.items()}
@@ -103,7 +114,7 @@ class SweepConfig(Section):
     @classmethod
     def _known_score(cls, value: list[str]) -> list[str]:
         if unknown := [name for name in value if name not in KNOWN_SCORES]:
-            raise ValueError(f"unknown {', '.join(unknown)}; there are {', '.join(KNOWN_SCORES)}")
+            raise ValueError(f"unknown {', '.join(unknown)}; expected some of {', '.join(KNOWN_SCORES)}")
         return value
 
     @property
@@ -120,9 +131,9 @@ def _number(value: Any) -> Any:
         return value
 
 
-def load_sweep(path: Path | None = None, overrides: Sequence[str] = ()) -> SweepConfig:
-    """A YAML file with `key=value` on top; without one, the shipped space that fits every model of four blocks."""
-    path = path or SPACES / "default.yaml"
+def load_sweep(space: str | Path = "default", overrides: Sequence[str] = ()) -> SweepConfig:
+    """A YAML file or a shipped space, with `key=value` on top. The default fits every model of four blocks."""
+    path = shipped_file(SPACES, str(space), "space")
     raw = read_yaml(path, "space")
     for override in overrides:
         name, value = read_override(override)
@@ -134,9 +145,8 @@ def load_sweep(path: Path | None = None, overrides: Sequence[str] = ()) -> Sweep
 
 
 def parse_sweep(raw: Mapping[str, Any], source: str) -> SweepConfig:
-    """From plain values; UsageError names what is wrong."""
+    """A sweep from plain values; UsageError lists the problems."""
     try:
         return SweepConfig.model_validate(raw)
     except ValidationError as error:
-        lines = [explain(problem, list(SweepConfig.model_fields)) for problem in error.errors()]
-        raise UsageError(f"{source}: " + "; ".join(dict.fromkeys(lines))) from error
+        raise usage_error(source, error, list(SweepConfig.model_fields)) from error

@@ -1,23 +1,21 @@
-"""The trials of a space: each one's config, and the check of all of them against the model before the first starts."""
+"""The space of a sweep: its check against the model before any trial starts, and the parameters of each trial."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import random
-from collections.abc import Mapping
 from typing import Any, get_args
 
 from torch import nn
 
-from malmen.config import Config, Section, known_keys, parse_config, set_key
+from malmen.config import Config, Section, known_keys, parse_config
 from malmen.errors import UsageError
 from malmen.lm.layers import find_layers
-from malmen.tune.settings import LAYERS, Choices, Range, SweepConfig
+from malmen.tune.settings import LAYERS, Choices, Params, Range, SweepConfig
+from malmen.tune.trial import trial_config
 
-Params = dict[str, Any]  # by name of the parameter; LAYERS names a layer set
-
-# Of these sections any setting can be swept, but for those that say how long and how often rather than what.
+# Any setting of these sections can be swept, except those of how long and how often.
 _SECTIONS = ("editor.", "training.")
 _NOT_SWEPT = {
     "editor.layers": "name layer sets under `layer_sets`",
@@ -28,22 +26,8 @@ _NOT_SWEPT = {
 }
 
 
-def trial_config(base: Config, sweep: SweepConfig, params: Mapping[str, Any]) -> Config:
-    """The config of one trial."""
-    raw = base.model_dump(mode="json")
-    for name, value in params.items():
-        if name != LAYERS:
-            set_key(raw, name, value)
-            continue
-        chosen = sweep.layer_sets[value]
-        raw["editor"]["layers"] = chosen.layers
-        raw["editor"]["ffn"] = chosen.ffn or raw["editor"]["ffn"]
-    shown = ", ".join(f"{name}={value}" for name, value in params.items())
-    return parse_config(raw, f"the trial {shown}")
-
-
 def check_space(base: Config, sweep: SweepConfig, model: nn.Module) -> None:
-    """UsageError for whatever would make a trial fail that can be known now: names, values, layers."""
+    """UsageError for every name, value and layer of the space that would make a trial fail."""
     if not sweep.space:
         raise UsageError("the space is empty: it needs `layer_sets` or `parameters`")
     for name, values in sweep.parameters.items():
@@ -52,16 +36,16 @@ def check_space(base: Config, sweep: SweepConfig, model: nn.Module) -> None:
             raise UsageError(f"the space's parameter {name} has no choices")
         if isinstance(values, Range) and sweep.search == "grid":
             raise UsageError(f"a grid needs choices: give {name} a list instead of a range, or another `search`")
-        if isinstance(values, Range) and not is_whole(name) and float not in _types(name):
-            raise UsageError(f"{name} is no number: give it a list of choices instead of a range")
+        if isinstance(values, Range) and not is_integer(name) and float not in _types(name):
+            raise UsageError(f"{name} is not a number: give it a list of choices instead of a range")
         for value in [values.low, values.high] if isinstance(values, Range) else values:
             trial_config(base, sweep, {name: value})
     if not sweep.layer_sets:
         find_layers(model, base.editor.layers, base.editor.ffn)
     for name in sweep.layer_sets:
-        chosen = trial_config(base, sweep, {LAYERS: name}).editor
+        editor = trial_config(base, sweep, {LAYERS: name}).editor
         try:
-            find_layers(model, chosen.layers, chosen.ffn)
+            find_layers(model, editor.layers, editor.ffn)
         except UsageError as error:
             raise UsageError(
                 f"the layer set {name!r} of the space does not exist in {base.model.name}: {error}"
@@ -73,11 +57,11 @@ def _check_key(name: str) -> None:
         raise UsageError(f"{name} cannot be swept: {_NOT_SWEPT[name]}")
     sweepable = [key for key in known_keys() if key.startswith(_SECTIONS) and key not in _NOT_SWEPT] + ["seed"]
     if name not in sweepable:
-        raise UsageError(f"{name} cannot be swept: the parameters that can are {', '.join(sweepable)}")
+        raise UsageError(f"{name} cannot be swept; the settings that can be are {', '.join(sweepable)}")
 
 
 def with_evaluations(base: Config, sweep: SweepConfig) -> tuple[Config, int]:
-    """The config with evaluations where early stopping looks at them, and the steps before it may stop a trial."""
+    """The config that evaluates where early stopping judges, and the steps before early stopping may end a trial."""
     training = base.training
     every = training.eval_every
     grace = sweep.grace_steps or every or max(1, training.steps // 8)
@@ -85,29 +69,28 @@ def with_evaluations(base: Config, sweep: SweepConfig) -> tuple[Config, int]:
         every = grace
     elif sweep.early_stopping == "asha" and grace % every:
         raise UsageError(
-            f"grace_steps={grace} of the space is no multiple of training.eval_every={every}: trials are judged at "
-            "their evaluations"
+            f"grace_steps={grace} of the space is not a multiple of training.eval_every={every}: trials are judged "
+            "at their evaluations"
         )
     if sweep.early_stopping == "asha" and grace > training.steps:
         raise UsageError(f"grace_steps={grace} of the space is more than training.steps={training.steps}")
     raw = base.model_dump(mode="json")
-    # A trial that ends at an evaluation, or is killed after it, has a checkpoint of that step.
-    # All are asked about as many edits, whatever number each is trained on.
+    # A trial that ends at an evaluation, or is killed after it, has a checkpoint of that step. All trials are
+    # evaluated on as many edits, whatever number each is trained on.
     edits = training.eval_edits or training.num_edits
     raw["training"] |= {"eval_every": every, "checkpoint_every": every, "eval_edits": edits}
     return parse_config(raw, "the sweep"), grace
 
 
-# --- which trials -----------------------------------------------------------------------------------
+# --- parameters of trials --------------------------------------------------------------------------
 
 
-def is_whole(name: str) -> bool:
-    """Whether a setting is a number without a fraction."""
+def is_integer(name: str) -> bool:
+    """Whether a setting takes an integer."""
     return int in _types(name)
 
 
 def _types(name: str) -> tuple[Any, ...]:
-    """What a setting may be."""
     section, _, key = name.rpartition(".")
     fields = Config.model_fields
     if section:
@@ -118,20 +101,26 @@ def _types(name: str) -> tuple[Any, ...]:
 
 
 def number_of_trials(sweep: SweepConfig) -> int:
-    """As many as asked for; a grid has no more than its points."""
+    """The sweep's `trials`; a grid has at most one for each of its points."""
     if sweep.search != "grid":
         return sweep.trials
     return min(sweep.trials, math.prod(len(values) for values in _grid(sweep).values()))
 
 
 def draw(sweep: SweepConfig, number: int) -> Params:
-    """The parameters of a trial of a random search or a grid: they depend on the seed and its number alone."""
+    """The parameters of a trial of a random search or a grid: a function of the seed and the trial's number alone.
+
+    Optuna's random, grid and quasi-random samplers are not used: their draws are others, so a sweep begun with these
+    would be resumed with other trials.
+    """
     if sweep.search == "grid":
         grid = _grid(sweep)
         return dict(zip(grid, next(itertools.islice(itertools.product(*grid.values()), number, None)), strict=True))
-    places = iter(_places(sweep, number))
+    fractions = _range_fractions(sweep, number)
     return {
-        name: _at(name, values, next(places)) if isinstance(values, Range) else _choose(sweep, name, values, number)
+        name: _range_value(name, values, fractions[name])
+        if isinstance(values, Range)
+        else _balanced_choice(sweep, name, values, number)
         for name, values in sweep.space.items()
     }
 
@@ -140,28 +129,28 @@ def _grid(sweep: SweepConfig) -> dict[str, Choices]:
     return {name: values for name, values in sweep.space.items() if isinstance(values, list)}
 
 
-def _places(sweep: SweepConfig, number: int) -> list[float]:
-    """Where in each range, from 0 to 1: from a random start in steps of an irrational length (Roberts' sequence), so
-    that a few trials are spread over the ranges as evenly as many would be."""
+def _range_fractions(sweep: SweepConfig, number: int) -> dict[str, float]:
+    """For each range a fraction from 0 to 1, from a random start in steps of an irrational length (Roberts' sequence):
+    few trials are spread over the ranges as evenly as many."""
     ranges = [name for name, values in sweep.space.items() if isinstance(values, Range)]
     root = 2.0
     for _ in range(64):
         root = (1 + root) ** (1 / (len(ranges) + 1))
-    starts = [random.Random(f"start/{sweep.seed}/{name}").random() for name in ranges]
-    return [(start + (number + 1) * root ** -(place + 1)) % 1 for place, start in enumerate(starts)]
+    starts = {name: random.Random(f"start/{sweep.seed}/{name}").random() for name in ranges}
+    return {name: (starts[name] + (number + 1) * root**-power) % 1 for power, name in enumerate(ranges, start=1)}
 
 
-def _at(name: str, values: Range, place: float) -> float:
+def _range_value(name: str, values: Range, fraction: float) -> float:
     if values.log:
-        found = math.exp(math.log(values.low) + place * (math.log(values.high) - math.log(values.low)))
+        value = math.exp(math.log(values.low) + fraction * (math.log(values.high) - math.log(values.low)))
     else:
-        found = values.low + place * (values.high - values.low)
-    found = min(max(found, values.low), values.high)
-    return round(found) if is_whole(name) else found
+        value = values.low + fraction * (values.high - values.low)
+    value = min(max(value, values.low), values.high)
+    return round(value) if is_integer(name) else value
 
 
-def _choose(sweep: SweepConfig, name: str, values: Choices, number: int) -> Any:
-    """In rounds, so that a few trials try every choice as often as every other."""
+def _balanced_choice(sweep: SweepConfig, name: str, values: Choices, number: int) -> Any:
+    """A choice in shuffled rounds: few trials try every choice equally often."""
     order = list(values)
     random.Random(f"round/{sweep.seed}/{name}/{number // len(order)}").shuffle(order)
     return order[number % len(order)]

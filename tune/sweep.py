@@ -1,8 +1,8 @@
 """Sweeps: `sweep(config, space, out)`, and the entry point of a Ray job.
 
-Ray Tune decides which trial runs when and how long; each trial is a training run of the platform. What is known of a
-sweep stands in its folder, so a killed one goes on by the same command: trials that have ended are only told to Ray
-Tune again, the others go on from their checkpoints.
+Ray Tune decides which trial runs when and how long; each trial is a training run of the platform. The sweep's folder
+holds its state, so the same command resumes a killed sweep: trials that have ended are only reported to Ray Tune
+again, the others are resumed from their checkpoints.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, TrialSch
 
 from malmen.config import Config, absolute_paths, parse_config
 from malmen.data.splits import data_fingerprint, validation_records
-from malmen.errors import EditError, UsageError
+from malmen.errors import EditError, UsageError, last_line
 from malmen.lm.model import load_skeleton
 from malmen.platform.cluster import Roles, check_room, connected, room_for_runs, size_roles
 from malmen.platform.places import check_lasting, in_ray_job
@@ -61,12 +61,12 @@ def sweep(
     address: str | None = None,
     listener: SweepListener | None = None,
 ) -> SweepResult:
-    """Try a space; an unfinished sweep of the same config and space in `out` is gone on with."""
+    """Try a space; an unfinished sweep of the same config and space in `out` is resumed."""
     config, grace = with_evaluations(config if in_ray_job() else absolute_paths(config), space)
     check_space(config, space, load_skeleton(config.model)[0])
     data = data_fingerprint(config)
     check_enough(validation_records(config), config.training.eval_edits or 1)
-    folder = SweepFolder(_place(config, out))
+    folder = SweepFolder(_sweep_path(config, out))
     with exclusive_folder(folder.path):
         return _sweep(config, space, grace, data, folder, address, listener or SweepListener())
 
@@ -89,7 +89,7 @@ def _sweep(
             facts["mlflow_run"] = tracker.run_id
             folder.save(config, space, facts)
             _run_trials(config, space, folder, grace, room, tracker, listener)
-            write_report(folder)  # there is one even if there is no best trial
+            write_report(folder)  # also where no trial finishes
             champion = crown(config, space, folder, facts, tracker.run_id, listener)
             report = write_report(folder)
             _log(tracker, folder, champion, report)
@@ -97,7 +97,7 @@ def _sweep(
     return SweepResult(folder.path, folder.trials(), champion, report, time.perf_counter() - start, facts["mlflow_run"])
 
 
-def _place(config: Config, out: str | Path) -> Path:
+def _sweep_path(config: Config, out: str | Path) -> Path:
     if "://" in str(out):
         raise UsageError(f"a sweep writes to a folder, on a cluster to a shared one; given {str(out)!r}")
     if in_ray_job():
@@ -106,7 +106,7 @@ def _place(config: Config, out: str | Path) -> Path:
 
 
 def _for_trials(config: Config, folder: SweepFolder, roles: Roles) -> Config:
-    """What is the same for all trials: one MLflow store, one cache, and what the roles were found to have."""
+    """The config that all trials share: one MLflow store, one cache, and the resources of the roles."""
     raw = config.model_dump(mode="json")
     uri = tracking_uri(config.tracking, str(folder.path)) if config.tracking.enabled else None
     raw["tracking"]["uri"] = absolute(uri) if uri else None
@@ -125,18 +125,18 @@ def _run_trials(
 ) -> None:  # fmt: skip
     total = number_of_trials(space)
     ended = _ended(folder, total)
-    for trial in ended:  # the sweep may have been killed before it did
+    for trial in ended:  # the sweep may have been killed before it ended their MLflow runs
         end_tracking_run(config, folder, trial)
-    if len(ended) == total:  # only what comes after the trials was interrupted
+    if len(ended) == total:  # the sweep was killed after its trials
         return
     concurrent = min(total, space.concurrent or room)
     listener.begun(total, concurrent)
     if concurrent > room:
         listener.event(
-            f"the cluster has room for {room} at a time now: the others wait, for cluster.wait_seconds at most"
+            f"the cluster has room for {room} trials at a time now: the others wait, for cluster.wait_seconds at most"
         )
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # relative paths of models and data mean what they do here
-    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the other one prints to standard output even if told not to
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the new one prints to standard output even with verbose=0
     here = f"node:{ray.util.get_node_ip_address()}"  # the driver's records are files of this node
     trainable = tune.with_parameters(SweepTrial, sweep_folder=str(folder.path), parent=tracker.run_id)
     tuner = tune.Tuner(
@@ -154,7 +154,7 @@ def _run_trials(
             name=f"sweep-{os.getpid()}-{time.time_ns()}",  # Ray Tune's own notes; nothing resumes from them
             storage_path=str(folder.path / ".ray_tune"),
             callbacks=[Follower(folder, config, listener)],
-            # A trial's process that is lost is started again, and goes on from its run's checkpoint.
+            # A lost process of a trial is started again, and resumes its run from the last checkpoint.
             failure_config=tune.FailureConfig(max_failures=config.cluster.max_failures),
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # the runs have their own
             verbose=0,
@@ -163,7 +163,7 @@ def _run_trials(
     _fit(tuner)
     if (done := len(_ended(folder, total))) < total:
         raise EditError(
-            f"the sweep was interrupted: {done} of {total} trials have ended; the same command goes on with the others"
+            f"the sweep was interrupted: {done} of {total} trials have ended; the same command resumes the others"
         )
     shutil.rmtree(folder.path / ".ray_tune", ignore_errors=True)
 
@@ -175,9 +175,7 @@ def _fit(tuner: tune.Tuner) -> None:
     try:
         tuner.fit()
     except TuneError as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        why = lines[-1] if lines else repr(error)
-        raise EditError(f"the sweep was interrupted: {why}; the same command goes on with it") from error
+        raise EditError(f"the sweep was interrupted: {last_line(error)}; the same command resumes it") from error
     finally:
         if main:
             signal.signal(signal.SIGINT, before)
@@ -196,15 +194,15 @@ def _scheduler(config: Config, space: SweepConfig, grace: int) -> TrialScheduler
 
 
 class _Asha(AsyncHyperBandScheduler):
-    """What a trial had shown before the sweep was killed fills the rungs again; it is not judged a second time."""
+    """Evaluations from before the sweep was killed fill the rungs again; they are not judged a second time."""
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
         decision = super().on_trial_result(tune_controller, trial, result)
-        return str(TrialScheduler.CONTINUE if result["told"] else decision)
+        return str(TrialScheduler.CONTINUE if result["replayed"] else decision)
 
 
 def _log(tracker: Tracker, folder: SweepFolder, champion: Champion, report: Path) -> None:
-    """The sweep's own run: its result and its report."""
+    """Log the result and the report to the sweep's own MLflow run."""
     statuses = [trial.status for trial in folder.trials()]
     metrics: dict[str, Any] = {f"trials/{name}": float(statuses.count(name)) for name in set(statuses)}  # type: ignore[arg-type]
     tracker.log(0, {**metrics, "best/score": champion.score, "best/trial": float(champion.number)})

@@ -1,4 +1,4 @@
-"""A sweep on disk: what it is, and how each trial stands. Ray Tune's own notes are scratch; this is what resumes."""
+"""A sweep on disk: its settings and the record of each trial. A sweep resumes from these, not from Ray Tune's notes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from malmen.config import Config, parse_config
 from malmen.errors import EditError
 from malmen.runs.files import atomic_file
 from malmen.runs.run_folder import changed_settings
-from malmen.tune.settings import SweepConfig, parse_sweep
-from malmen.tune.space import Params
+from malmen.tune.settings import Params, SweepConfig, parse_sweep
 
 SWEEP, TRIALS, TRIAL = "sweep.json", "trials", "trial.json"
 
 Status = Literal["planned", "finished", "stopped", "failed"]
 
-# What may be changed when a sweep goes on: none of it makes another trial of one that is there.
+# These may change when a sweep is resumed: none of them changes a trial that exists.
 _FREE = {"trials", "concurrent", "trial_seconds", "retrain_steps", "alias"}
 
 
@@ -35,19 +34,19 @@ class Judgement:
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """How a trial stands. `planned` ones are to be run, or gone on with."""
+    """The state of a trial. `planned` ones are to be run or resumed."""
 
     number: int
     params: Params
     status: Status = "planned"
     judgements: tuple[Judgement, ...] = ()
-    why: str = ""  # it was stopped or has failed
+    why: str = ""  # the trial was stopped or has failed
     tracking_run: str | None = None
     seconds_per_step: dict[str, float] = field(default_factory=dict)  # by stage
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is left to do."""
+        """Whether the trial finished, was stopped or failed."""
         return self.status != "planned"
 
     @property
@@ -56,7 +55,7 @@ class TrialRecord:
         return self.judgements[-1] if self.judgements else None
 
     def judged(self, judgement: Judgement) -> TrialRecord:
-        """With one more evaluation."""
+        """This record with one more evaluation."""
         return replace(self, judgements=(*self.judgements, judgement))
 
 
@@ -68,21 +67,23 @@ class SweepFolder:
 
     @property
     def cache(self) -> Path:
-        """What the trials share of the frozen LM's work."""
+        """Where the trials share the frozen LM's work."""
         return self.path / "cache"
 
     def trial_path(self, number: int) -> Path:
-        """The run of a trial."""
+        """The run folder of a trial."""
         return self.path / TRIALS / f"trial-{number:04d}"
 
     def begin(self, base: Config, sweep: SweepConfig, data: str | None = None) -> dict[str, Any]:
-        """A new sweep, or the unfinished one of the same config, space and data that is here; what is known of it.
+        """Create the sweep, or open the unfinished one of the same config, space and data; the facts noted of it.
 
-        `data` is the fingerprint of what is trained and measured on.
+        `data` is the fingerprint of the records that are trained and measured on.
         """
         if not (self.path / SWEEP).exists():
             if self.path.exists() and any(self.path.iterdir()):
-                raise EditError(f"{self.path} exists and holds no {SWEEP}: it is not a sweep; choose another --out")
+                raise EditError(
+                    f"{self.path} is not empty and holds no {SWEEP}: it is not a sweep; choose another --out"
+                )
             self.path.mkdir(parents=True, exist_ok=True)
             facts: dict[str, Any] = {"data": data} if data else {}
             self.save(base, sweep, facts)
@@ -95,51 +96,51 @@ class SweepFolder:
             changed.append(f"data (fingerprint {facts['data']} → {data})")
         if changed:
             raise EditError(
-                f"cannot go on with the sweep in {self.path}: it was started with another {', '.join(changed)}; "
-                "use what it was started with, or choose another --out"
+                f"cannot resume the sweep in {self.path}: it was started with another {', '.join(changed)}; "
+                "use the settings it was started with, or choose another --out"
             )
         self.save(base, sweep, facts)
         return facts
 
     def save(self, base: Config, sweep: SweepConfig, facts: Mapping[str, Any]) -> None:
-        """What the sweep is, and what it has noted of itself."""
+        """Write the sweep's settings, and the facts noted of it."""
         content = {"config": base.model_dump(mode="json"), "sweep": sweep.model_dump(mode="json"), "facts": dict(facts)}
         atomic_file(self.path / SWEEP, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
     def load(self) -> tuple[Config, SweepConfig, dict[str, Any]]:
-        """The sweep that is here."""
+        """Read what `save` wrote."""
         file = self.path / SWEEP
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-            return parse_config(found["config"], SWEEP), parse_sweep(found["sweep"], SWEEP), found["facts"]
+            content = json.loads(file.read_text(encoding="utf-8"))
+            return parse_config(content["config"], SWEEP), parse_sweep(content["sweep"], SWEEP), content["facts"]
         except OSError as error:
             raise EditError(f"{self.path} holds no sweep: cannot read {SWEEP} ({error.strerror})") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise EditError(f"{file} is not a sweep's: {error}") from error
+            raise EditError(f"{file} is not the file of a sweep: {error}") from error
 
     def put(self, trial: TrialRecord) -> None:
-        """How a trial stands now."""
+        """Write the record of a trial."""
         file = self.trial_path(trial.number) / TRIAL
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic_file(file, json.dumps(asdict(trial), indent=1, ensure_ascii=False) + "\n")
 
     def get(self, number: int) -> TrialRecord | None:
-        """How a trial stood; None if there is none of this number."""
+        """Read the record of a trial; None if no trial has this number."""
         file = self.trial_path(number) / TRIAL
         if not file.exists():
             return None
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-            judgements = tuple(Judgement(**row) for row in found.pop("judgements"))
-            return TrialRecord(**found, judgements=judgements)
+            content = json.loads(file.read_text(encoding="utf-8"))
+            judgements = tuple(Judgement(**row) for row in content.pop("judgements"))
+            return TrialRecord(**content, judgements=judgements)
         except (ValueError, TypeError, KeyError) as error:
             raise EditError(
-                f"{file} is not a trial's: {error}; expected {[f.name for f in fields(TrialRecord)]}"
+                f"{file} is not the record of a trial: {error}; expected {[f.name for f in fields(TrialRecord)]}"
             ) from error
 
     def trials(self) -> list[TrialRecord]:
         """All trials so far, in the order of their numbers."""
-        found: list[TrialRecord] = []
-        while (trial := self.get(len(found))) is not None:
-            found.append(trial)
-        return found
+        trials: list[TrialRecord] = []
+        while (trial := self.get(len(trials))) is not None:
+            trials.append(trial)
+        return trials

@@ -1,10 +1,10 @@
-"""Greedy answers: what a user of the model really reads."""
+"""Greedy answers: the text that a user of the model reads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import torch
 from transformers import GenerationConfig
@@ -14,34 +14,43 @@ from malmen.data.tokens import FactEncoder
 from malmen.errors import EditError
 from malmen.lm.model import LanguageModel, fact_encoder
 
+OnProgress = Callable[[int, int], None]  # called with how many are done, and of how many
+
 
 @torch.no_grad()
 def generate_ids(
     lm: LanguageModel, encoder: FactEncoder, prompts: Sequence[str], max_new_tokens: int | Sequence[int],
-    token_budget: int = 4096,
+    token_budget: int = 4096, on_progress: OnProgress | None = None,
 ) -> list[list[int]]:  # fmt: skip
-    """The greedy continuation of each prompt, in tokens; prompts of one length run together, so none is padded."""
+    """The greedy continuation of each prompt, in at most `max_new_tokens` tokens (one limit for all, or one each).
+
+    Prompts of one length run together, so none is padded. `on_progress` counts prompts.
+    """
     if lm.kind == "classifier":
         raise EditError("a classifier does not generate text; use `malmen eval` to see its answers")
-    news = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
-    encoded = [encoder.generation_ids(prompt, new) for prompt, new in zip(prompts, news, strict=True)]
-    by_length: dict[tuple[int, int], list[int]] = {}
+    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+    encoded = [encoder.generation_ids(prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
+    by_length: dict[int, list[int]] = {}
     for index, ids in enumerate(encoded):
-        by_length.setdefault((len(ids), news[index]), []).append(index)
+        by_length.setdefault(len(ids), []).append(index)
     model = cast(Any, lm.model)
-    found: dict[int, list[int]] = {}
-    for (length, new), indices in by_length.items():
-        settings = _greedy(lm, new)
-        rows = max(1, token_budget // (length + new))
-        for first in range(0, len(indices), rows):
-            some = indices[first : first + rows]
-            inputs = torch.tensor([encoded[index] for index in some], device=lm.device)
-            mask = torch.ones_like(inputs)
-            with _own_settings_aside(model):
-                outputs = model.generate(inputs, attention_mask=mask, generation_config=settings)
-            start = length if lm.kind == "decoder" else 1
-            found.update(zip(some, outputs[:, start:].tolist(), strict=True))
-    return [found[index] for index in range(len(prompts))]
+    continuations: dict[int, list[int]] = {}
+    for length, indices in by_length.items():
+        limit = max(limits[index] for index in indices)
+        start = length if lm.kind == "decoder" else 1
+        batch_size = max(1, token_budget // (length + limit))
+        for first in range(0, len(indices), batch_size):
+            batch = indices[first : first + batch_size]
+            inputs = torch.tensor([encoded[index] for index in batch], device=lm.device)
+            with _without_shipped_settings(model):
+                outputs = model.generate(
+                    inputs, attention_mask=torch.ones_like(inputs), generation_config=_greedy(lm, limit)
+                )
+            for index, ids in zip(batch, outputs[:, start:].tolist(), strict=True):
+                continuations[index] = ids[: limits[index]]
+            if on_progress:
+                on_progress(len(continuations), len(prompts))
+    return [continuations[index] for index in range(len(prompts))]
 
 
 def _greedy(lm: LanguageModel, max_new_tokens: int) -> GenerationConfig:
@@ -55,8 +64,8 @@ def _greedy(lm: LanguageModel, max_new_tokens: int) -> GenerationConfig:
 
 
 @contextmanager
-def _own_settings_aside(model: Any) -> Iterator[None]:
-    """Instruction-tuned models ship penalties and the like, which would fill in whatever ours leave open."""
+def _without_shipped_settings(model: Any) -> Iterator[None]:
+    """Instruction-tuned models ship penalties and the like, which would apply wherever ours leave a setting open."""
     shipped = model.generation_config
     model.generation_config = GenerationConfig()
     try:
@@ -66,7 +75,7 @@ def _own_settings_aside(model: Any) -> Iterator[None]:
 
 
 def up_to_the_end(lm: LanguageModel, ids: Sequence[int]) -> list[int]:
-    """Without the end mark and what follows it: padding, where others of a batch went on."""
+    """The tokens before the end mark. What follows it is padding: other rows of the batch were longer."""
     ids, end = list(ids), lm.tokenizer.eos_token_id
     return ids[: ids.index(end)] if end in ids else ids
 
@@ -76,10 +85,19 @@ def decode(lm: LanguageModel, ids: Sequence[int]) -> str:
     return str(lm.tokenizer.decode(up_to_the_end(lm, ids), skip_special_tokens=True)).strip()
 
 
+@overload
+def ask(  # type: ignore[overload-overlap]  # a str is a Sequence[str] too
+    lm: LanguageModel, prompts: str, max_new_tokens: int = ..., data: DataConfig | None = ...
+) -> str: ...
+@overload
+def ask(
+    lm: LanguageModel, prompts: Sequence[str], max_new_tokens: int = ..., data: DataConfig | None = ...
+) -> list[str]: ...
 def ask(
     lm: LanguageModel, prompts: str | Sequence[str], max_new_tokens: int = 24, data: DataConfig | None = None
-) -> list[str]:
-    """The greedy answer to each prompt as text."""
+) -> str | list[str]:
+    """The model's greedy answer as text: one string for one prompt, a list for several."""
+    if isinstance(prompts, str):
+        return ask(lm, [prompts], max_new_tokens, data)[0]
     encoder = fact_encoder(lm, data or DataConfig())
-    listed = [prompts] if isinstance(prompts, str) else prompts
-    return [decode(lm, ids) for ids in generate_ids(lm, encoder, listed, max_new_tokens)]
+    return [decode(lm, ids) for ids in generate_ids(lm, encoder, prompts, max_new_tokens)]

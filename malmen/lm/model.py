@@ -30,6 +30,7 @@ from malmen.data.tokens import FactEncoder, Kind, TokenBatch, make_batches
 from malmen.data.world_model import WORLD_MODEL, check_world_model
 from malmen.errors import EditError
 from malmen.lm.devices import resolve_device, resolve_dtype
+from malmen.lm.hooks import hooked
 from malmen.lm.layers import find_stacks
 
 
@@ -56,7 +57,7 @@ _LOADERS: dict[Kind, Any] = {
 
 @dataclass
 class LanguageModel:
-    """A frozen model with its tokenizer. Edits are laid over it (overlay.py), never written into it."""
+    """A frozen model with its tokenizer. Edits are added to its outputs (overlay.py), never written into it."""
 
     model: nn.Module
     tokenizer: Any
@@ -65,55 +66,52 @@ class LanguageModel:
     def __post_init__(self) -> None:
         self.model.requires_grad_(False).eval()
         self.stacks = find_stacks(self.model)
-        # Whether its blocks put out a tensor, or a tuple of it; unknown until one has run (stem.py).
+        # Whether its blocks return a tensor or a tuple with it; unknown until one has run (stem.py).
         self.plain_blocks: bool | None = None
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are; of a model cut over several devices, where texts go in and answers come out."""
+        """The device of its weights; of a model spread over several devices, that of its inputs and outputs."""
         return next(self.model.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of its weights."""
+        """The floating-point type of its weights."""
         return next(self.model.parameters()).dtype
 
     @property
     def pad_id(self) -> int:
-        """What padded places hold; they are masked, so any token will do."""
+        """The token of padded positions; they are masked, so any token will do."""
         pad = getattr(self.tokenizer, "pad_token_id", None)
         return 0 if pad is None else int(pad)
 
     @property
     def max_positions(self) -> int | None:
-        """How many tokens it can read, where its position embeddings set a limit."""
+        """The most tokens it can read; None without a limit by its position embeddings."""
         config = cast(Any, self.model).config
         return None if self.kind == "encoder-decoder" else getattr(config, "max_position_embeddings", None)
 
     @property
     def decoder_start(self) -> int:
-        """The token an encoder-decoder's answers start from."""
+        """The token that starts an encoder-decoder's answers."""
         start = getattr(cast(Any, self.model).config, "decoder_start_token_id", None)
         return 0 if start is None else int(start)
 
     def logits(self, batch: TokenBatch) -> Tensor:
         """Logits (answer tokens, vocabulary) at the answer positions only, in the order of `batch.targets`."""
         if self.kind == "classifier":
-            one = cast(Tensor, self.model(**batch.inputs).logits)
-            return torch.cat((torch.zeros_like(one), one), dim=-1)  # log-softmax of (0, z) is log-sigmoid of ∓z
+            logit = cast(Tensor, self.model(**batch.inputs).logits)
+            return torch.cat((torch.zeros_like(logit), logit), dim=-1)  # log-softmax of (0, z) is log-sigmoid of ∓z
         inputs = dict(batch.inputs)
         if self.kind == "decoder":
-            inputs.pop("attention_mask")  # padding stands behind: causal attention never looks at it
-        head = cast(Any, self.model).get_output_embeddings()
+            inputs.pop("attention_mask")  # padding is at the end, where causal attention never looks
 
         def keep_answers(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
             return (args[0][batch.answer_mask.to(args[0].device)][None],)
 
-        handle = head.register_forward_pre_hook(keep_answers)
-        try:
+        head = cast(Any, self.model).get_output_embeddings()
+        with hooked([(head, keep_answers)], before=True):
             return cast(Tensor, self.model(**inputs, use_cache=False).logits[0])
-        finally:
-            handle.remove()
 
     def log_probs(self, batch: TokenBatch) -> Tensor:
         """log p(· | x, y before it) at the answer positions (answer tokens, vocabulary), at least in float32."""
@@ -135,7 +133,7 @@ class LanguageModel:
         return digest.hexdigest()[:16]
 
     def weight_norm(self, layer: str) -> float:
-        """‖W‖ of a layer."""
+        """‖W‖ of a layer, in float64."""
         return float(self.model.get_parameter(f"{layer}.weight").double().norm())
 
 
@@ -143,15 +141,15 @@ class LanguageModel:
 
 
 def load_lm(config: ModelConfig | str) -> LanguageModel:
-    """The model of a local folder, a hub name, a GGUF file, or `builtin`."""
+    """Load a model from a local folder, a hub name, a GGUF file, or `builtin`. EditError if it cannot be loaded."""
     config = ModelConfig(name=config) if isinstance(config, str) else config
-    name, options = _source(config)
+    name, options = _location(config)
     device, dtype = resolve_device(config), resolve_dtype(config)
-    placed = {"device_map": "balanced"} if config.device == SPLIT else {}
-    with _clear_errors(config):
+    placement = {"device_map": "balanced"} if config.device == SPLIT else {}
+    with _loading_errors(config):
         kind, _ = _kind_and_config(config)
         model, loading = _LOADERS[kind].from_pretrained(
-            name, dtype=dtype, output_loading_info=True, **options, **placed
+            name, dtype=dtype, output_loading_info=True, **options, **placement
         )
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
     if loading["missing_keys"]:
@@ -163,14 +161,14 @@ def load_lm(config: ModelConfig | str) -> LanguageModel:
     if {"cpu", "disk"} & set(getattr(model, "hf_device_map", {}).values()):
         raise EditError(
             f"model.device is `split`, but the {torch.cuda.device_count()} GPUs that this process sees do not hold "
-            f"{config.name!r}: give it more of them (cluster.lm_gpus, reader.gpus), or a smaller model.dtype"
+            f"{config.name!r}: give it more GPUs (cluster.lm_gpus, reader.gpus), or a smaller model.dtype"
         )
-    return LanguageModel(model if placed else model.to(device), tokenizer, kind)
+    return LanguageModel(model if placement else model.to(device), tokenizer, kind)
 
 
 def load_skeleton(config: ModelConfig) -> tuple[nn.Module, Kind]:
-    """The model without weights (on torch's meta device): its modules and shapes, at no cost."""
-    with _clear_errors(config):
+    """The model without weights, on torch's meta device: its modules and shapes. Takes no memory."""
+    with _loading_errors(config):
         kind, hf_config = _kind_and_config(config)
         with torch.device("meta"):
             loader = _LOADERS[kind]
@@ -178,7 +176,7 @@ def load_skeleton(config: ModelConfig) -> tuple[nn.Module, Kind]:
 
 
 @contextmanager
-def _clear_errors(config: ModelConfig) -> Iterator[None]:
+def _loading_errors(config: ModelConfig) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError, SafetensorError, struct.error) as error:
@@ -189,12 +187,12 @@ def _clear_errors(config: ModelConfig) -> Iterator[None]:
 
 
 def _kind_and_config(config: ModelConfig) -> tuple[Kind, PretrainedConfig]:
-    name, options = _source(config)
+    name, options = _location(config)
     hf_config = AutoConfig.from_pretrained(name, **options)
     return (config.kind if config.kind != "auto" else _kind(hf_config)), hf_config
 
 
-def _source(config: ModelConfig) -> tuple[str, dict[str, Any]]:
+def _location(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     if config.name == "builtin":
         check_world_model()
         return str(WORLD_MODEL), {}
@@ -215,11 +213,12 @@ def _kind(hf_config: PretrainedConfig) -> Kind:
 
 
 def _first_line(error: Exception) -> str:
+    """What went wrong; the lines below it are transformers' advice."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def fact_encoder(lm: LanguageModel, data: DataConfig) -> FactEncoder:
-    """The encoder of facts for this model."""
+    """The encoder from facts to tokens for this model."""
     return FactEncoder(
         lm.tokenizer,
         lm.kind,
@@ -232,6 +231,6 @@ def fact_encoder(lm: LanguageModel, data: DataConfig) -> FactEncoder:
 
 
 def encode_batches(lm: LanguageModel, facts: Sequence[Fact], config: Config) -> list[TokenBatch]:
-    """Micro-batches within the config's token budget."""
+    """The facts in micro-batches within the config's token budget."""
     encoder = fact_encoder(lm, config.data)
     return make_batches([encoder.encode(fact) for fact in facts], config.batch.token_budget, lm.pad_id)

@@ -8,13 +8,16 @@ from typing import Annotated
 import typer
 
 from malmen.platform.cli.options import AsJson
+from malmen.platform.cli.output import err, print_json
+from malmen.platform.cli.output import out as console
+from malmen.platform.cli.progress import counted
 
-app = typer.Typer(help="A classifier of claims, to be edited.", no_args_is_help=True)
+app = typer.Typer(help="A classifier of claims to edit.", no_args_is_help=True)
 
 
 @app.callback()
 def _group() -> None:
-    """So that `build` is a command of its own."""
+    """With a callback, Typer keeps `build` as a command below `classifier`."""
 
 
 @app.command("build")
@@ -22,34 +25,29 @@ def build(
     train: Annotated[Path, typer.Option(help="claims with labels, or FEVER edit records; see docs/data.md")],
     model: Annotated[str, typer.Option(help="a BERT: a folder or a hub name")] = "bert-base-uncased",
     validation: Annotated[Path | None, typer.Option(help="claims to measure on after each epoch")] = None,
-    out: Annotated[Path, typer.Option(help="where the model folder goes")] = Path("models/bert-base-fever"),
-    epochs: Annotated[int, typer.Option(min=1, help="over the claims; the paper's")] = 2,
-    lr: Annotated[float, typer.Option(min=0, help="Adam's; the paper's")] = 3e-5,
-    batch_size: Annotated[int, typer.Option(min=1, help="claims per step; the paper does not say")] = 32,
-    seed: Annotated[int, typer.Option(help="of the head and the order")] = 0,
+    out: Annotated[Path, typer.Option(help="the model's folder")] = Path("models/bert-base-fever"),
+    epochs: Annotated[int, typer.Option(min=1, help="passes over the claims; default: the paper's")] = 2,
+    lr: Annotated[float, typer.Option(min=0, help="of Adam; default: the paper's")] = 3e-5,
+    batch_size: Annotated[int, typer.Option(min=1, help="claims per step; the paper does not state it")] = 32,
+    seed: Annotated[int, typer.Option(help="of the head's weights and the order of claims")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, …")] = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Fine-tune all of a BERT and a fresh head to tell true claims from false ones (the paper's appendix)."""
-    from rich.progress import Progress
-
     from malmen.data.claims_model import ClaimsTraining, build_classifier
-    from malmen.platform.cli.output import err, print_json
-    from malmen.platform.cli.output import out as console
 
-    def on_epoch(epoch: int, loss: float, right: float | None) -> None:
-        told = f"  right {100 * right:.1f} %" if right is not None else ""
-        err.print(f"epoch {epoch}/{epochs}  loss {loss:.4f}{told}", highlight=False)
+    def on_epoch(epoch: int, loss: float, accuracy: float | None) -> None:
+        share = f"  right {100 * accuracy:.1f} %" if accuracy is not None else ""
+        err.print(f"epoch {epoch}/{epochs}  loss {loss:.4f}{share}", highlight=False)
 
     training = ClaimsTraining(epochs=epochs, lr=lr, batch_size=batch_size, seed=seed)
-    with Progress(console=err, disable=not err.is_terminal) as progress:
-        task = progress.add_task("steps", total=None)
+    with counted("training steps") as on_step:
         accuracy = build_classifier(
             model, train, out, validation=validation, training=training, device=device, on_epoch=on_epoch,
-            on_step=lambda done, total: progress.update(task, completed=done, total=total),
+            on_step=on_step,
         )  # fmt: skip
     if as_json:
         print_json({"out": str(out), "validation_accuracy": accuracy})
     else:
-        told = f": {100 * accuracy:.1f} % of the validation claims right" if accuracy is not None else ""
-        console.print(f"{out}{told}. Next: malmen train bert-base model.name={out} data.train=…", highlight=False)
+        share = f": {100 * accuracy:.1f} % of the validation claims right" if accuracy is not None else ""
+        console.print(f"{out}{share}. Next: malmen train bert-base model.name={out} data.train=…", highlight=False)

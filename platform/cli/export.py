@@ -1,4 +1,4 @@
-"""The command that gives an edit to those who do not have malmen: `malmen export`."""
+"""`malmen export`: an edit for programs that do not have malmen."""
 
 from __future__ import annotations
 
@@ -10,63 +10,54 @@ from typing import Annotated, Any, cast, get_args
 import typer
 
 from malmen.errors import UsageError
-from malmen.platform.cli.edit import ModelName
-from malmen.platform.cli.options import AsJson
+from malmen.platform.cli.edit import load_edited_model
+from malmen.platform.cli.options import AsJson, EditFolder, ModelName
+from malmen.platform.cli.output import err, print_json
+from malmen.platform.cli.output import out as console
+from malmen.platform.cli.progress import status
 
 
 def export(
-    edits: Annotated[Path, typer.Option(help="a folder of `malmen edit`")],
+    edits: EditFolder,
     kind: Annotated[
         str, typer.Option(help="delta: what is added to the weights; lora: a PEFT adapter; merged: a whole checkpoint")
     ] = "delta",
     out: Annotated[Path, typer.Option(help="the folder for the export")] = Path("runs/export"),
     max_rank: Annotated[
-        int, typer.Option(min=1, help="lora: the largest rank of a layer; what it leaves out is stated")
+        int, typer.Option(min=1, help="lora: the largest rank of a layer; the error of what it leaves out is reported")
     ] = 512,
     model: ModelName = None,
     as_json: AsJson = False,
 ) -> None:
     """Write an edit as a delta, a LoRA adapter or a merged checkpoint that loads without malmen."""
-    from malmen.config import ModelConfig
     from malmen.export import MANIFEST, ExportKind, export_edit
-    from malmen.lm.model import load_lm
-    from malmen.platform.cli.output import err, print_json
-    from malmen.runs.checkpoint import load_edit
     from malmen.runs.files import check_replaceable
 
     if kind not in get_args(ExportKind):
         raise UsageError(f"unknown --kind {kind!r}: expected {', '.join(get_args(ExportKind))}")
     check_replaceable(out, MANIFEST)
-    _, edit = load_edit(edits)
-    settings = ModelConfig(**edit["model"])
-    settings = settings.model_copy(update={"name": model}) if model else settings
-    with err.status("loading the model"):
-        lm = load_lm(settings)
-    shifts, _ = load_edit(edits, lm)
-    # DeepSpeed, which transformers imports to save a model, writes its warnings to where results go.
-    with err.status(f"writing {len(shifts)} layers as {kind}"), redirect_stdout(sys.stderr):
+    lm, shifts, edit = load_edited_model(edits, model)
+    # DeepSpeed, which transformers imports to save a model, writes its warnings to standard output.
+    with status(f"writing {len(shifts)} layers as {kind}"), redirect_stdout(sys.stderr):
         manifest = export_edit(
             cast(ExportKind, kind),
             out,
             lm,
             shifts,
             facts=edit.get("facts", []),
-            model_name=settings.name,
+            model_name=model or edit["model"]["name"],
             max_rank=max_rank,
             info={name: edit[name] for name in ("model", "data", "editor", "scores") if name in edit},
         )
     if as_json:
         print_json({"out": str(out), **manifest})
         return
-    _show(manifest, out)
+    _show_export(manifest, out)
 
 
-def _show(manifest: dict[str, Any], out: Path) -> None:
-    """The files with their sizes, and the layers with what is known of each."""
+def _show_export(manifest: dict[str, Any], out: Path) -> None:
+    """The files with their sizes, and the layers with their ranks and errors."""
     from rich.table import Table
-
-    from malmen.platform.cli.output import err
-    from malmen.platform.cli.output import out as console
 
     files = Table("file", title=f"{out}: {len(manifest['facts'])} facts as {manifest['kind']}")
     files.add_column("bytes", justify="right")
@@ -75,17 +66,17 @@ def _show(manifest: dict[str, Any], out: Path) -> None:
     console.print(files)
     headings = {"ratio": "‖S‖/‖W‖", "rank": "rank", "relative_error": "error", "rounding_error": "lost by rounding"}
     rows = manifest["tensors"]
-    shown = [name for name in headings if any(name in row for row in rows.values())]
+    columns = [name for name in headings if any(name in row for row in rows.values())]
     layers = Table("weight")
-    for name in shown:
+    for name in columns:
         layers.add_column(headings[name], justify="right")
     for weight, row in rows.items():
-        layers.add_row(weight, *(_number(row[name]) for name in shown))
+        layers.add_row(weight, *(_number(row[name]) for name in columns))
     console.print(layers)
     cut = [row for row in rows.values() if row.get("full_rank", 0) > row.get("rank", 0)]
     if cut:
         most = max(row["full_rank"] for row in cut)
-        err.print(f"{len(cut)} layers were cut to the rank of --max-rank; {most} would be exact.", highlight=False)
+        err.print(f"{len(cut)} layers were cut to the rank of --max-rank; --max-rank {most} is exact.", highlight=False)
     err.print(f"{out}/README.md says how to load it.", highlight=False, soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""What several commands take: settings, a config by name, JSON."""
+"""Arguments and options that several commands take; nothing here imports more than the command line itself."""
 
 from __future__ import annotations
 
@@ -8,12 +8,36 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from malmen.errors import UsageError
+from malmen.methods.registry import METHODS
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
+ConfigName = Annotated[str, typer.Argument(help="a YAML file, or a shipped config (`malmen configs` lists them)")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="settings as key=value, e.g. training.steps=100")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON on standard output")]
+Address = Annotated[
+    str | None, typer.Option(help="of a Ray cluster (HOST:PORT or `auto`); default: RAY_ADDRESS, else a local one")
+]
+EditFolder = Annotated[Path, typer.Option(help="a folder that `malmen edit` wrote")]
+EditorFolder = Annotated[
+    str | None,
+    typer.Option(
+        "--editor",
+        help="a run or checkpoint of `malmen train`, RUN@best, or models:/NAME/VERSION or @ALIAS of the registry",
+    ),
+]
+ModelName = Annotated[str | None, typer.Option("--model", help="the base model, if it is not where the config says")]
+Method = Annotated[
+    str | None,
+    typer.Option(
+        help=f"{', '.join(name for name, method in METHODS.items() if not method.trained)} need no --editor; "
+        "default: what the --editor was trained as"
+    ),
+]
+MethodConfig = Annotated[
+    str | None, typer.Option("--config", help="for a method without an --editor: a YAML file, or a shipped config")
+]
+Generate = Annotated[bool, typer.Option(help="also compare generated answers")]
 
 
 class RunByDefault(TyperGroup):
@@ -26,11 +50,7 @@ class RunByDefault(TyperGroup):
 
 
 def resolve_config(name: str) -> Path:
-    """A config file by path, or one that is shipped by name."""
-    if Path(name).is_file():
-        return Path(name)
-    shipped = CONFIGS / f"{name}.yaml"
-    if not shipped.exists():
-        known = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
-        raise UsageError(f"no config {name!r}: neither a file nor one of those shipped ({known})")
-    return shipped
+    """A config file by path, or a shipped one by name."""
+    from malmen.config import shipped_file
+
+    return shipped_file(CONFIGS, name, "config")

@@ -1,31 +1,26 @@
-"""What the command line prints: tables for people, JSON for programs, progress on standard error."""
+"""What the command line prints: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from malmen.evaluate import FactReport
-from malmen.meta import StepReport
+from malmen.metrics import BEFORE, BY_TOKENS, ENDED, EXACT, METRICS
+
+if TYPE_CHECKING:
+    from malmen.evaluate import FactReport
 
 # No markup: what is printed holds prompts, answers and paths of users.
 out = Console(markup=False)
 err = Console(stderr=True, markup=False)
 
-_ROLES = {
-    "edit_success": "the edits (ES)",
-    "generalization_success": "rephrasings (GS)",
-    "locality_success": "unrelated (LS)",
-}
-_WAYS = (("", "tokens"), ("_exact", "whole answers"), ("_ended", "generated, ends there"))
+_ASKED = {"edit": "the edits", "equivalent": "rephrasings", "unrelated": "unrelated"}
+_COUNTED = {BY_TOKENS: "tokens", EXACT: "whole answers", ENDED: "generated, ends there"}
 
 
 def print_json(value: Any) -> None:
@@ -34,7 +29,7 @@ def print_json(value: Any) -> None:
 
 
 def show_settings(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
-    """What can be set, its default, what it means."""
+    """Settings (`config.describe_settings`): key, default and meaning."""
     if as_json:
         print_json(list(rows))
         return
@@ -46,22 +41,21 @@ def show_settings(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
 
 
 def percent(value: float | None) -> str:
-    """A share for a table."""
+    """A share from 0 to 1 in per cent, for a table."""
     return "–" if value is None else f"{100 * value:.1f}"
 
 
 def scores_table(scores: Mapping[str, Any]) -> Table:
-    """Before | after, for each role and way of measuring (Evaluation.scores)."""
+    """`Evaluation.scores`: before → after, for each metric and way of counting."""
     table = Table(title=f"{scores['edits']} edits at once: right answers in %, before → after")
     table.add_column("asked")
-    ways = [
-        (suffix, heading) for suffix, heading in _WAYS if any(scores.get(name + suffix) is not None for name in _ROLES)
-    ]
-    for _, heading in ways:
-        table.add_column(heading, justify="right")
-    for name, label in _ROLES.items():
-        cells = [(scores.get(f"{name}{suffix}_before"), scores.get(f"{name}{suffix}")) for suffix, _ in ways]
-        table.add_row(label, *(f"{percent(old)} → {percent(new)}" for old, new in cells))
+    suffixes = [way for way in _COUNTED if any(scores.get(metric.name + way) is not None for metric in METRICS)]
+    for suffix in suffixes:
+        table.add_column(_COUNTED[suffix], justify="right")
+    for metric in METRICS:
+        names = [metric.name + suffix for suffix in suffixes]
+        cells = [f"{percent(scores.get(name + BEFORE))} → {percent(scores.get(name))}" for name in names]
+        table.add_row(f"{_ASKED[metric.kind]} ({metric.label})", *cells)
     return table
 
 
@@ -78,7 +72,7 @@ def spread_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def scores_footer(scores: Mapping[str, Any]) -> str:
-    """The numbers that have no before."""
+    """The scores that have no value before the edit."""
     parts = [f"largest ‖S‖/‖W‖ {scores['max_shift_ratio']:.3f}"]
     if scores["locality_agreement"] is not None:
         agreement = percent(scores["locality_agreement"])
@@ -91,8 +85,14 @@ def scores_footer(scores: Mapping[str, Any]) -> str:
     return " · ".join(parts)
 
 
+def show_scores(scores: Mapping[str, Any]) -> None:
+    """One evaluation as a table and a line below it."""
+    out.print(scores_table(scores))
+    out.print(scores_footer(scores), highlight=False)
+
+
 def facts_table(facts: list[FactReport], title: str) -> Table:
-    """Facts with what the model said before and says now."""
+    """Facts with the model's answers before and after the edit."""
     table = Table(title=title)
     for heading in ("kind", "prompt", "wanted", "before", "after", ""):
         table.add_column(heading, overflow="fold")
@@ -105,62 +105,18 @@ def facts_table(facts: list[FactReport], title: str) -> Table:
     return table
 
 
-class TrainingProgress:
-    """A bar with losses and rate; plain lines where nobody watches."""
-
-    def __init__(self, progress: Progress, steps: int) -> None:
-        self.progress, self.steps = progress, steps
-        self.task = progress.add_task("meta-training", total=steps, losses="starting")
-        self.last: tuple[float, int] | None = None  # when the last line was printed, and at which step
-
-    def step(self, step: int, report: StepReport) -> None:
-        """After each step."""
-        losses = f"L_gen {report.generalization_loss:.3f} L_loc {report.locality_loss:.4f} |∇| {report.grad_norm:.2g}"
-        stages = " ".join(f"{stage} {seconds:.2g}" for stage, seconds in report.seconds.items())
-        now = time.monotonic()
-        if self.last is None:
-            self.last = (now, step)
-            self.progress.reset(self.task, total=self.steps, completed=step)  # the bar's rate counts from here
-        self.progress.update(self.task, completed=step, losses=f"{losses}\nseconds: {stages}")
-        if not err.is_terminal and (step % max(1, self.steps // 10) == 0 or step == self.steps):
-            since, first = self.last
-            rate = (now - since) / max(1, step - first)
-            left = f"{rate * (self.steps - step):.0f} s left" if step > first else ""
-            line = f"step {step}/{self.steps}  {losses}  {rate:.2f} s/step ({stages})  {left}"
-            err.print(line, highlight=False, soft_wrap=True)
-            self.last = (now, step)
-
-    def event(self, text: str) -> None:
-        """Something to know of: a resumption, a loss."""
-        err.print(text, highlight=False)
-
-    def evaluation(self, step: int, scores: dict[str, Any]) -> None:
-        """After each evaluation on held-out records."""
-        shares = " ".join(
-            f"{short} {percent(scores[name])}"
-            for short, name in (
-                ("ES", "edit_success"),
-                ("GS", "generalization_success"),
-                ("LS", "locality_success"),
-                ("agreement", "locality_agreement"),
-            )
-        )
-        err.print(f"step {step}: held-out {shares}", highlight=False)
-
-
 def show_training(
     scores: Mapping[str, Any], facts: Mapping[str, Any], history: Sequence[Mapping[str, Any]], as_json: bool
 ) -> None:
-    """The end of a training run."""
+    """The result of a training run: its scores, `facts` about it, and the seconds of its steps."""
     stages = mean_seconds(history)
     if as_json:
         print_json({**scores, **facts, "seconds_per_step": stages})
         return
-    out.print(scores_table(scores))
-    out.print(scores_footer(scores), highlight=False)
+    show_scores(scores)
     if stages:
-        shown = " · ".join(f"{stage} {seconds:.3g}" for stage, seconds in stages.items())
-        out.print(f"mean seconds of a step: {shown}", highlight=False, soft_wrap=True)
+        listed = " · ".join(f"{stage} {seconds:.3g}" for stage, seconds in stages.items())
+        out.print(f"mean seconds of a step: {listed}", highlight=False, soft_wrap=True)
     where = f"The editor is in {facts['editor']} ({facts['seconds']:.0f} s)"
     registered = f", registered as {facts['registered']}" if facts.get("registered") else ""
     if facts.get("best"):
@@ -169,23 +125,8 @@ def show_training(
 
 
 def mean_seconds(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """By stage, without the first step, which warms up."""
+    """Mean seconds of a step by stage, without the first step, which warms up."""
     steps = [row["seconds"] for row in history if "seconds" in row]
     steps = steps[1:] or steps
     names = dict.fromkeys(stage for row in steps for stage in row)
     return {stage: round(sum(row.get(stage, 0.0) for row in steps) / len(steps), 4) for stage in names}
-
-
-@contextmanager
-def training_progress(steps: int) -> Iterator[TrainingProgress]:
-    """Progress of a training run on standard error."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[losses]}"),
-    )
-    with Progress(*columns, console=err, disable=not err.is_terminal) as progress:
-        yield TrainingProgress(progress, steps)

@@ -1,4 +1,4 @@
-"""`malmen quickstart`: the whole story on the built-in world in a few minutes."""
+"""`malmen quickstart`: training, editing and measuring on the built-in world in a few minutes."""
 
 from __future__ import annotations
 
@@ -6,37 +6,47 @@ import json
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+import typer
 
-from malmen.config import load_config
-from malmen.data.splits import validation_records
-from malmen.data.world import NUM_HELD_OUT, NUM_SUBJECTS, relations
-from malmen.evaluate import Evaluation, FactReport
-from malmen.lm.model import load_lm
-from malmen.platform.cli.output import (
-    err,
-    facts_table,
-    out,
-    print_json,
-    scores_footer,
-    scores_table,
-    training_progress,
-)
-from malmen.platform.train import Listener, train
-from malmen.runs.checkpoint import load_editor
-from malmen.runs.files import atomic_file, check_replaceable
-from malmen.training import evaluate_editor
+from malmen.metrics import METRICS
+from malmen.platform.cli.options import AsJson, Overrides, resolve_config
+from malmen.platform.cli.output import err, facts_table, out, print_json, show_scores
+from malmen.platform.cli.progress import counted, training_progress
 
-_MARK = ".quickstart"  # says that a folder is ours to replace
+if TYPE_CHECKING:
+    from malmen.config import Config
+    from malmen.evaluate import Evaluation, FactReport
+
+QUICKSTART_FILE = ".quickstart"  # marks a folder that a quickstart wrote and may replace
 
 
-def run_quickstart(config_path: Path, overrides: list[str], folder: Path, *, as_json: bool) -> None:
-    """Train, edit, show, save."""
+def quickstart(
+    overrides: Overrides = None,
+    folder: Annotated[
+        Path, typer.Option("--out", help="the run's folder; an earlier quickstart there is replaced")
+    ] = Path("runs/quickstart"),
+    as_json: AsJson = False,
+) -> None:
+    """Meta-train on the built-in world, edit held-out facts, show before and after."""
+    from malmen.config import load_config
+    from malmen.runs.files import exclusive_folder
+
+    with exclusive_folder(folder):
+        _run(load_config(resolve_config("builtin"), overrides or []), folder, as_json)
+
+
+def _run(config: Config, folder: Path, as_json: bool) -> None:
+    from malmen.data.splits import validation_records
+    from malmen.data.world import NUM_HELD_OUT, NUM_SUBJECTS, relations
+    from malmen.lm.model import load_lm
+    from malmen.platform.train import Listener, train
+    from malmen.runs.checkpoint import load_editor
+    from malmen.runs.files import atomic_file
+    from malmen.training import evaluate_editor
+
     start = time.perf_counter()
-    config = load_config(config_path, overrides)
     _clear(folder)
     err.print(
         f"The built-in world has {NUM_SUBJECTS} people with {len(relations())} facts each. A hyper-network learns to "
@@ -44,44 +54,48 @@ def run_quickstart(config_path: Path, overrides: list[str], folder: Path, *, as_
         highlight=False,
     )
     with training_progress(config.training.steps) as progress:
-        listener = Listener(progress.step, progress.evaluation, progress.event)
-        trained = train(config, folder, listener=listener)
-    with err.status("editing held-out facts and measuring"):
+        progress.phase("starting Ray")
+        trained = train(config, folder, listener=Listener(progress.step, progress.evaluation, progress.event))
+    with counted("editing held-out facts and measuring") as on_progress:
         lm = load_lm(config.model)
-        evaluation = evaluate_editor(lm, load_editor(folder, lm), validation_records(config), config)
+        evaluation = evaluate_editor(
+            lm, load_editor(folder, lm), validation_records(config), config, on_progress=on_progress
+        )
     plot_training(trained.history, folder / "training.png")
-    result = _result(evaluation, trained.steps, time.perf_counter() - start, config.model_dump(mode="json"))
+    result = {
+        **evaluation.scores(),
+        "steps": trained.steps,
+        "seconds": round(time.perf_counter() - start, 1),
+        "config": config.model_dump(mode="json"),
+    }
     atomic_file(folder / "result.json", json.dumps(result, indent=1) + "\n")
     _write_example_facts(folder / "facts.jsonl", evaluation)
     if as_json:
         print_json(result)
-        return
-    _show(evaluation, folder, result["seconds"])
+    else:
+        _show_quickstart(evaluation, folder, result["seconds"])
 
 
 def _clear(folder: Path) -> None:
-    """Only what an earlier quickstart left is removed."""
-    check_replaceable(folder, _MARK)
+    """An empty folder; only what an earlier quickstart left is removed."""
+    from malmen.runs.files import check_replaceable
+
+    check_replaceable(folder, QUICKSTART_FILE)
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    (folder / _MARK).touch()
-
-
-def _result(evaluation: Evaluation, steps: int, seconds: float, config: dict[str, Any]) -> dict[str, Any]:
-    return {**evaluation.scores(), "steps": steps, "seconds": round(seconds, 1), "config": config}
+    (folder / QUICKSTART_FILE).touch()
 
 
 def _write_example_facts(path: Path, evaluation: Evaluation) -> None:
-    """Some of the edits as a file that `malmen edit` takes."""
+    """Eight of the edits as a file for `malmen edit`."""
     rows = [{"prompt": fact.prompt, "answer": fact.answer} for fact in evaluation.facts if fact.role == "edit"][:8]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def _show(evaluation: Evaluation, folder: Path, seconds: float) -> None:
+def _show_quickstart(evaluation: Evaluation, folder: Path, seconds: float) -> None:
     out.print(facts_table(_examples(evaluation.facts), "A few answers of the model"))
-    out.print(scores_table(evaluation.scores()))
-    out.print(scores_footer(evaluation.scores()), highlight=False)
+    show_scores(evaluation.scores())
     out.print(
         f"\nDone in {seconds:.0f} s. The editor, training.png and result.json are in {folder}.\n"
         "What to try next:\n"
@@ -96,12 +110,16 @@ def _show(evaluation: Evaluation, folder: Path, seconds: float) -> None:
 
 
 def _examples(facts: list[FactReport]) -> list[FactReport]:
-    roles = ("edit", "equivalent", "unrelated")
-    return [fact for role in roles for fact in [one for one in facts if one.role == role][:3]]
+    """Three facts of each kind."""
+    by_kind = {metric.kind: [fact for fact in facts if fact.role == metric.kind] for metric in METRICS}
+    return [fact for of_kind in by_kind.values() for fact in of_kind[:3]]
 
 
 def plot_training(history: list[dict[str, Any]], path: Path) -> None:
-    """Losses by step, and the held-out scores where there are any, as a PNG."""
+    """Losses by step, and the held-out scores of the steps that have some, as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     scored = [row for row in history if row.get("scores")]
     figure = Figure(figsize=(10, 4), layout="constrained")
     FigureCanvasAgg(figure)
@@ -112,9 +130,9 @@ def plot_training(history: list[dict[str, Any]], path: Path) -> None:
         losses.plot(steps, [max(row[name], 1e-6) for row in trained], label=label)
     losses.set(xlabel="step", ylabel="loss", yscale="log", title="meta loss")
     losses.legend()
-    names = (("edit_success", "ES"), ("generalization_success", "GS"), ("locality_success", "LS"))
-    for name, label in names:
-        scores.plot([row["step"] for row in scored], [row["scores"][name] for row in scored], marker="o", label=label)
+    scored_steps = [row["step"] for row in scored]
+    for metric in METRICS:
+        scores.plot(scored_steps, [row["scores"][metric.name] for row in scored], marker="o", label=metric.label)
     scores.set(xlabel="step", ylabel="share of answer tokens", ylim=(0, 1.02), title="held-out edits")
     scores.legend(loc="lower right")
     figure.savefig(path, dpi=120)

@@ -8,7 +8,7 @@ from malmen.tune.trial import SweepTrial, _Run
 
 class _Senseless(_Run):
     def run(self) -> None:
-        self.happened.put((1, {"locality_agreement": float("nan")}))
+        self.events.put((1, {"locality_agreement": float("nan")}))
 
 
 class _Hanging(_Run):

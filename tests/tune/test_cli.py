@@ -62,6 +62,15 @@ def test_a_folder_that_is_no_sweep_has_no_report(malmen: Run, tmp_path: Path) ->
     assert code == 1 and "holds no sweep" in err
 
 
+def test_every_setting_is_listed_and_malmen_settings_says_where(malmen: Run) -> None:
+    code, out, _ = malmen("sweep", "settings", "--json")
+    assert code == 0 and {"sweep.trials", "sweep.grace_steps"} <= {row["key"] for row in json.loads(out)}
+    code, out, err = malmen("settings", "--json")
+    assert code == 0 and "training.steps" in {row["key"] for row in json.loads(out)}
+    for group in ("sweep", "experiment", "serve"):
+        assert f"`malmen {group} settings`" in err
+
+
 def test_every_command_has_help(malmen: Run) -> None:
     for arguments in (["sweep", "--help"], ["sweep", "run", "--help"], ["sweep", "report", "--help"]):
         code, out, _ = malmen(*arguments)

@@ -16,11 +16,11 @@ from malmen.tune.space import (
     LAYERS,
     check_space,
     draw,
-    is_whole,
+    is_integer,
     number_of_trials,
-    trial_config,
     with_evaluations,
 )
+from malmen.tune.trial import trial_config
 
 
 def space(**changes: Any) -> SweepConfig:
@@ -52,7 +52,7 @@ def test_a_layer_set_that_the_model_does_not_have_is_an_error_before_any_trial(m
 @pytest.mark.parametrize(
     ("parameters", "said"),
     [
-        ({"training.localty_coef": [1.0]}, "the parameters that can are"),
+        ({"training.localty_coef": [1.0]}, "the settings that can be are"),
         ({"model.name": ["a"]}, "model.name cannot be swept"),
         ({"batch.token_budget": [1]}, "batch.token_budget cannot be swept"),
         ({"training.steps": [1]}, "compared after the same steps"),
@@ -63,7 +63,7 @@ def test_a_layer_set_that_the_model_does_not_have_is_an_error_before_any_trial(m
         ({"editor.rank": {"low": 0, "high": 8}}, "editor.rank"),
         ({"editor.rank": {"low": 1.5, "high": 8}}, "editor.rank"),
         ({"editor.rank": []}, "no choices"),
-        ({"editor.regularisation": {"low": 0, "high": 1}}, "editor.regularisation is no number"),
+        ({"editor.regularisation": {"low": 0, "high": 1}}, "editor.regularisation is not a number"),
     ],
 )
 def test_a_parameter_that_no_trial_could_have_is_an_error(
@@ -117,6 +117,26 @@ def test_draws_depend_on_seed_and_number_alone_and_stay_in_their_ranges() -> Non
     assert abs(sum(math.log10(coef) for coef in coefs) / len(coefs)) < 0.15  # as many below 1 as above
 
 
+def test_a_sweep_that_an_earlier_version_began_is_resumed_with_the_trials_it_had_planned() -> None:
+    """Drawn by commit 0f6b2bd: the trials that have not begun are on no disk, so the draws must never change."""
+    coef = "training.locality_coef"
+    parameters = {
+        coef: {"low": 0.1, "high": 10, "log": True},
+        "editor.rank": {"low": 4, "high": 9},
+        "editor.tokens": ["answer", "all"],
+    }
+    sweep = space(seed=5, parameters=parameters)
+    expected = {
+        0: {LAYERS: "last:2", coef: 0.22091848201704023, "editor.rank": 4, "editor.tokens": "answer"},
+        1: {LAYERS: "last:1", coef: 7.144755688936319, "editor.rank": 7, "editor.tokens": "all"},
+        7: {LAYERS: "last:1", coef: 0.8175595159879693, "editor.rank": 4, "editor.tokens": "answer"},
+    }
+    for number, params in expected.items():
+        assert draw(sweep, number) == {**params, coef: pytest.approx(params[coef], rel=1e-12)}
+    grid = space(search="grid", parameters={"editor.rank": [8, 16, 32]})
+    assert [draw(grid, number)["editor.rank"] for number in (1, 4)] == [16, 16]
+
+
 def test_a_few_random_trials_are_spread_over_every_range() -> None:
     parameters = {name: {"low": 0.0, "high": 1.0} for name in ("training.locality_coef", "editor.damping")}
     drawn = [draw(space(parameters=parameters, seed=seed), number) for seed in range(5) for number in range(8)]
@@ -126,8 +146,8 @@ def test_a_few_random_trials_are_spread_over_every_range() -> None:
             assert max(high - low for low, high in itertools.pairwise([0.0, *places, 1.0])) < 0.35
 
 
-def test_whole_numbers_are_drawn_where_the_setting_is_whole_not_where_the_range_looks_so() -> None:
-    assert is_whole("editor.rank") and is_whole("seed") and not is_whole("training.locality_coef")
+def test_whole_numbers_are_drawn_where_the_setting_is_integer_not_where_the_range_looks_so() -> None:
+    assert is_integer("editor.rank") and is_integer("seed") and not is_integer("training.locality_coef")
     coef = draw(space(parameters={"training.locality_coef": {"low": 1, "high": 10}}), 0)["training.locality_coef"]
     assert coef != round(coef)
 
@@ -151,7 +171,7 @@ def test_trials_are_evaluated_and_saved_where_early_stopping_looks() -> None:
     assert config.training.eval_edits == config.training.num_edits  # also where num_edits is swept
     config, grace = with_evaluations(Config.model_validate({"training": {"eval_every": 5}}), space(grace_steps=20))
     assert (grace, config.training.eval_every, config.training.checkpoint_every) == (20, 5, 5)
-    with pytest.raises(UsageError, match=r"no multiple of training\.eval_every=30"):
+    with pytest.raises(UsageError, match=r"not a multiple of training\.eval_every=30"):
         with_evaluations(Config.model_validate({"training": {"eval_every": 30}}), space(grace_steps=40))
     with pytest.raises(UsageError, match=r"more than training\.steps=10"):
         with_evaluations(Config.model_validate({"training": {"steps": 10}}), space(grace_steps=40))

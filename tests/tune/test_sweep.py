@@ -26,9 +26,10 @@ from malmen.runs.checkpoint_lookup import latest_checkpoint
 from malmen.training import evaluate_editor
 from malmen.training import train as train_alone
 from malmen.tune.settings import SweepConfig, parse_sweep
-from malmen.tune.space import trial_config, with_evaluations
+from malmen.tune.space import with_evaluations
 from malmen.tune.sweep import SweepResult, sweep
 from malmen.tune.sweep_folder import SweepFolder, TrialRecord
+from malmen.tune.trial import trial_config
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.slow]
 

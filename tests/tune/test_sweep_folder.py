@@ -72,9 +72,9 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
 def test_records_that_cannot_be_read_say_which(tmp_path: Path) -> None:
     folder = SweepFolder(tmp_path)
     (tmp_path / "sweep.json").write_text("{")
-    with pytest.raises(EditError, match=r"sweep\.json is not a sweep's"):
+    with pytest.raises(EditError, match=r"sweep\.json is not the file of a sweep"):
         folder.load()
     folder.put(TrialRecord(0, {}))
     (folder.trial_path(0) / "trial.json").write_text('{"number": 0}')
-    with pytest.raises(EditError, match=r"trial-0000/trial\.json is not a trial's"):
+    with pytest.raises(EditError, match=r"trial-0000/trial\.json is not the record of a trial"):
         folder.get(0)

@@ -27,14 +27,14 @@ def judgements(*steps: int) -> tuple[Judgement, ...]:
     return tuple(Judgement(step, 0.1 * step, scores(step), float(step)) for step in steps)
 
 
-class ToldTrial(SweepTrial):
-    """Its training says what it is told to."""
+class ScriptedTrial(SweepTrial):
+    """Its training reports what the test scripts."""
 
     says: tuple[Any, ...] = ()
 
     def start(self, run: _Run) -> _Run:
         for word in self.says:
-            run.happened.put(word)
+            run.events.put(word)
         return run
 
     def _stop(self) -> None:
@@ -49,9 +49,9 @@ def folder(tmp_path: Path) -> SweepFolder:
     return found
 
 
-def make_trial(folder: SweepFolder, record: TrialRecord, *says: Any) -> ToldTrial:
+def make_trial(folder: SweepFolder, record: TrialRecord, *says: Any) -> ScriptedTrial:
     folder.put(record)
-    trial = ToldTrial.__new__(ToldTrial)  # Ray Tune's own part is not needed
+    trial = ScriptedTrial.__new__(ScriptedTrial)  # Ray Tune's own part is not needed
     trial.says = says
     trial.setup({"number": record.number}, sweep_folder=str(folder.path), parent=None)
     return trial
@@ -67,7 +67,7 @@ RECORD = TrialRecord(0, {"layers": "last:1"})
 def test_a_trial_tells_every_evaluation_and_the_last_one_when_its_run_has_ended(folder: SweepFolder) -> None:
     trial = make_trial(folder, RECORD, *((step, scores(step)) for step in (1, 2, 3)), trained())
     found = [trial.step() for _ in range(3)]
-    assert [(row["step"], row["done"], row["told"]) for row in found] == [
+    assert [(row["step"], row["done"], row["replayed"]) for row in found] == [
         (1, False, False),
         (2, False, False),
         (3, True, False),
@@ -81,7 +81,7 @@ def test_a_trial_that_was_killed_between_its_last_evaluation_and_its_end_still_f
     """To early stopping a last step that is not done would be one to stop at."""
     trial = make_trial(folder, replace(RECORD, judgements=judgements(1, 2, 3)), trained())
     found = [trial.step() for _ in range(3)]
-    assert [(row["step"], row["done"], row["told"]) for row in found] == [
+    assert [(row["step"], row["done"], row["replayed"]) for row in found] == [
         (1, False, True),
         (2, False, True),
         (3, True, False),
@@ -92,14 +92,14 @@ def test_a_trial_that_was_killed_between_its_last_evaluation_and_its_end_still_f
 
 def test_the_newest_evaluation_of_a_trial_under_way_may_not_have_been_judged(folder: SweepFolder) -> None:
     trial = make_trial(folder, replace(RECORD, judgements=judgements(1, 2)), (3, scores(3)), trained())
-    assert [trial.step()["told"] for _ in range(3)] == [True, False, False]
+    assert [trial.step()["replayed"] for _ in range(3)] == [True, False, False]
 
 
 @pytest.mark.parametrize("status", ["finished", "stopped"])
 def test_a_trial_that_has_ended_is_told_again_and_not_run(folder: SweepFolder, status: Any) -> None:
     trial = make_trial(folder, replace(RECORD, status=status, judgements=judgements(1, 2)), ValueError("it was run"))
     found = [trial.step() for _ in range(2)]
-    assert [(row["score"], row["done"], row["told"]) for row in found] == [(0.1, False, True), (0.2, True, True)]
+    assert [(row["score"], row["done"], row["replayed"]) for row in found] == [(0.1, False, True), (0.2, True, True)]
 
 
 def test_a_trial_that_has_failed_ends_as_failed_again(folder: SweepFolder) -> None:
@@ -126,14 +126,14 @@ def test_early_stopping_judges_what_is_new_against_what_was_told_and_never_what_
     asha = _Asha(time_attr="step", metric="score", mode="max", grace_period=1, max_t=9, reduction_factor=2)
     trials = [SimpleNamespace(trial_id=str(number)) for number in range(3)]
 
-    def decide(number: int, score: float, told: bool) -> str:
-        return asha.on_trial_result(None, trials[number], {"step": 1, "score": score, "told": told})
+    def decide(number: int, score: float, replayed: bool) -> str:
+        return asha.on_trial_result(None, trials[number], {"step": 1, "score": score, "replayed": replayed})
 
     for trial in trials:
         asha.on_trial_add(None, trial)  # type: ignore[arg-type]
-    assert decide(0, 0.9, told=True) == "CONTINUE"
-    assert decide(1, 0.3, told=True) == "CONTINUE"  # it had gone on before the sweep was killed
-    assert decide(2, 0.4, told=False) == "STOP"
+    assert decide(0, 0.9, replayed=True) == "CONTINUE"
+    assert decide(1, 0.3, replayed=True) == "CONTINUE"  # it had gone on before the sweep was killed
+    assert decide(2, 0.4, replayed=False) == "STOP"
 
 
 def test_only_the_trials_that_are_asked_for_count(folder: SweepFolder) -> None:

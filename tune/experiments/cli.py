@@ -13,7 +13,6 @@ import typer
 
 from malmen.errors import EditError, UsageError
 from malmen.platform.cli.options import AsJson
-from malmen.tune.experiments.settings import KEY_PREFIX, KINDS, ExperimentConfig, load_experiment
 
 if TYPE_CHECKING:
     from malmen.tune.experiments.runner import ExperimentListener
@@ -44,6 +43,8 @@ _HELP = {
 
 
 def _run(kinds: tuple[str, ...], preset: str, overrides: list[str], out: Path, address: str | None) -> list[Path]:
+    from malmen.tune.experiments.settings import load_experiment
+
     settings = load_experiment(preset, overrides)
     if "recipes" in kinds and not settings.recipes:
         if len(kinds) == 1:
@@ -95,6 +96,7 @@ def _run_all(preset: str, overrides: list[str], out: Path, address: str | None) 
 
     from malmen.tune.experiments.findings import findings
     from malmen.tune.experiments.report import write_report
+    from malmen.tune.experiments.settings import KINDS
 
     began = time.perf_counter()
     try:
@@ -122,7 +124,7 @@ def _show(summary: dict[str, Any], as_json: bool) -> None:
         out.print(f"{name}: {value}", highlight=False, soft_wrap=True)
 
 
-for _kind in KINDS:
+for _kind in _HELP:
     _add(_kind, _HELP[_kind], partial(_run_kind, _kind))
 
 
@@ -131,6 +133,7 @@ def settings(as_json: AsJson = False) -> None:
     """List every setting of an experiment with its default; any can be given as experiment.key=value."""
     from malmen.config import describe_settings
     from malmen.platform.cli.output import show_settings
+    from malmen.tune.experiments.settings import KEY_PREFIX, ExperimentConfig
 
     rows = describe_settings(ExperimentConfig)
     show_settings([{**row, "key": f"{KEY_PREFIX}{row['key']}"} for row in rows], as_json)

@@ -65,9 +65,21 @@ def test_generation_is_the_most_probable_token_step_by_step(speaker: LanguageMod
 @pytest.mark.slow
 def test_prompts_together_are_answered_like_each_by_itself(speaker: LanguageModel) -> None:
     together = ask(speaker, PROMPTS, 7)
-    assert together == [answer for prompt in PROMPTS for answer in ask(speaker, prompt, 7)]
+    assert together == [ask(speaker, prompt, 7) for prompt in PROMPTS]
     assert ask(speaker, PROMPTS[::-1], 7) == together[::-1]
     assert ask(speaker, [], 7) == []
+
+
+def test_each_prompt_has_its_own_limit_and_progress_counts_prompts(lm: LanguageModel) -> None:
+    encoder = fact_encoder(lm, DataConfig())
+    long = generate_ids(lm, encoder, [*PROMPTS, PROMPTS[0]], 4)
+    progress: list[tuple[int, int]] = []
+    limits = [1, 2, 3, 4, 2, 4]
+    limited = generate_ids(
+        lm, encoder, [*PROMPTS, PROMPTS[0]], limits, on_progress=lambda done, total: progress.append((done, total))
+    )
+    assert limited == [ids[:limit] for ids, limit in zip(long, limits, strict=True)]
+    assert progress[-1] == (6, 6) and progress == sorted(set(progress))
 
 
 @pytest.mark.slow
@@ -137,11 +149,11 @@ def test_an_empty_prompt_is_refused(lm: LanguageModel, prompt: str) -> None:
 def test_a_prompt_that_leaves_no_room_for_the_answer_is_refused_or_truncated(lm: LanguageModel) -> None:
     prompt = "Who is Ada? " * 3
     room = 64 - len(lm.tokenizer(prompt)["input_ids"]) + 1  # the last one is not read
-    assert len(ask(lm, prompt, room)) == 1
+    assert isinstance(ask(lm, prompt, room), str)
     with pytest.raises(EditError, match=r"more than the 64 that fit"):
         ask(lm, prompt, room + 1)
     with pytest.raises(EditError, match=r"more than the 64 that fit"):
         ask(lm, "Who? " * 100)
-    assert len(ask(lm, "Who? " * 100, data=DataConfig(overlong="truncate"))) == 1
+    assert isinstance(ask(lm, "Who? " * 100, data=DataConfig(overlong="truncate")), str)
     with pytest.raises(EditError, match=r"more than the 64 that fit"):  # nothing would be left of the prompt
         ask(lm, prompt, 64, DataConfig(overlong="truncate"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -148,3 +150,33 @@ def test_the_worlds_records_can_be_written_and_edited_from_the_file(malmen: Run,
     assert (code, json.loads(out)["records"]) == (0, len(world_records("train")))
     assert read_records(file) == world_records("train", seed=7)
     assert malmen("world", "records", "--split", "test", "--out", tmp_path / "x.jsonl")[0] == 2
+
+
+def test_help_of_every_command_loads_nothing_heavy() -> None:
+    """Help is there at once because it imports only what prints it; seconds would depend on the machine."""
+    code = """
+import contextlib, io, sys
+from typer.main import get_command
+from malmen.platform.cli.main import app, add_entry_points
+
+def show(command, path):
+    with contextlib.redirect_stdout(io.StringIO()):
+        command.main([*path, "--help"], prog_name="malmen", standalone_mode=False)
+
+def walk(command, path):
+    show(root, path)
+    print(" ".join(["malmen", *path]))
+    for name, child in getattr(command, "commands", {}).items():
+        walk(child, [*path, name])
+
+add_entry_points()
+root = get_command(app)
+walk(root, [])
+heavy = {"torch", "transformers", "ray", "deepspeed", "mlflow", "fastapi", "datasets", "matplotlib", "optuna"}
+print("loaded:", *sorted(heavy & {name.split(".")[0] for name in sys.modules}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    *commands, loaded = done.stdout.splitlines()
+    assert {"malmen", "malmen eval", "malmen sweep run", "malmen experiment report", "malmen serve run"} < set(commands)
+    assert loaded == "loaded:"

@@ -66,12 +66,12 @@ def test_a_rival_is_evaluated_with_its_own_settings(malmen: Malmen) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--method", "magic"], "there is no method 'magic'; the methods are malmen, mend, ft, memit, ultraedit"),
+        (["--method", "magic"], "unknown method 'magic'; the methods are malmen, mend, ft, memit, ultraedit"),
         (["--method", "mend"], "--method mend needs a trained editor"),
         ([], "--method malmen needs a trained editor"),
         (["--editor", "x", "--config", "builtin", "--method", "ft"], "--config and --editor exclude each other"),
         (["--editor", "x", "seed=3"], "brings its own settings"),
-        (["--editor", "x", "model.device=cpu", "model.name=y"], "but for model.device and model.dtype"),
+        (["--editor", "x", "model.device=cpu", "model.name=y"], "except model.device and model.dtype"),
         (["--method", "ft", "baselines.ft.epoch=1"], "unknown key 'baselines.ft.epoch'"),
         (["--method", "ft", "--config", "nothing"], "no config 'nothing'"),
     ],

@@ -1,0 +1,42 @@
+"""`malmen plan`: memory, transfers and time of a run before it starts."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from malmen.errors import UsageError
+from malmen.platform.cli.options import AsJson, ConfigName, Overrides, resolve_config
+
+
+def plan(
+    config: ConfigName,
+    overrides: Overrides = None,
+    flops: Annotated[
+        float | None, typer.Option(min=0.001, help="GFLOP/s of a large product in the LM's type, on one process")
+    ] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="measure that rate here instead")] = False,
+    lm_memory: Annotated[float | None, typer.Option(min=0, help="GB that each LM worker has")] = None,
+    hypernet_memory: Annotated[float | None, typer.Option(min=0, help="GB that each hypernet actor has")] = None,
+    bandwidth: Annotated[float | None, typer.Option(min=0.001, help="GB/s between processes; default 1.25")] = None,
+    gather_bandwidth: Annotated[
+        float | None, typer.Option(min=0.001, help="GB/s among LM workers; default 1.25, on GPUs 100")
+    ] = None,
+    fact_tokens: Annotated[int | None, typer.Option(min=2, help="tokens of a fact; default: from the data")] = None,
+    answer_tokens: Annotated[int | None, typer.Option(min=1, help="of these, the answer's")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a run will need, before anything runs: memory, transfers, time; exit code 1 if it does not fit."""
+    from malmen.config import load_config
+    from malmen.platform.plan.output import run_plan
+    from malmen.platform.plan.planner import PlanOptions
+
+    if flops is not None and measure:
+        raise UsageError("--flops and --measure exclude each other")
+    settings = load_config(resolve_config(config), overrides or [])
+    options = PlanOptions(
+        lm_memory, hypernet_memory, flops, measure, bandwidth, gather_bandwidth, fact_tokens, answer_tokens
+    )
+    if not run_plan(settings, options, as_json):
+        raise typer.Exit(1)
