@@ -1,4 +1,4 @@
-"""The ledger's tables, for sqlite and PostgreSQL alike."""
+"""The ledger's tables, on sqlite and on PostgreSQL."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from malmen.errors import UsageError
 LIVE, BASE = "live", "base"  # the aliases that a ledger begins with
 metadata = MetaData()
 
-entries = Table(  # append-only and chained by hashes: the truth, from which all the rest could be made again
+entries = Table(  # append-only and chained by hashes; all other tables could be rebuilt from it
     "entries",
     metadata,
     Column("seq", Integer, primary_key=True, autoincrement=False),
@@ -42,7 +42,7 @@ edits = Table(
     metadata,
     Column("id", String(40), primary_key=True),
     Column("number", Integer, nullable=False, unique=True),
-    Column("version", String(20), nullable=False),  # that first held it
+    Column("version", String(20), nullable=False),  # the first that holds it
     Column("prompt", Text, nullable=False),
     Column("answer", Text, nullable=False),
     Column("rows", String(64), nullable=False),  # the blob with its rows …
@@ -97,15 +97,15 @@ marks = Table(
 
 
 def open_engine(url: str) -> Engine:
-    """An engine for the ledger; sqlite in WAL mode, and on the disk at each commit."""
+    """An engine for the ledger; sqlite runs in WAL mode and syncs to the disk at each commit."""
     try:
         kind = make_url(url).get_backend_name()
     except ArgumentError as error:
         raise UsageError(f"cannot read the database URL: {error}") from error
     if kind not in ("sqlite", "postgresql"):
-        raise UsageError(f"the ledger keeps to sqlite or postgresql; given a URL of {kind!r}")
+        raise UsageError(f"the ledger needs sqlite or postgresql; given a URL of {kind!r}")
     if kind == "postgresql":
-        # A server that does not answer is told as such, and not waited for without end.
+        # A server that does not answer is an error after seconds, not an endless wait.
         options = {"connect_timeout": 5, "options": "-c statement_timeout=15000 -c lock_timeout=10000"}
         return create_engine(url, pool_pre_ping=True, connect_args=options)
     engine = create_engine(url, connect_args={"timeout": 10})
@@ -116,12 +116,12 @@ def open_engine(url: str) -> Engine:
 
 def _set_up_sqlite(connection: Any, _record: Any) -> None:
     assert isinstance(connection, sqlite3.Connection)
-    connection.isolation_level = None  # Python's own transactions begin too late: see _begin_sqlite
+    connection.isolation_level = None  # Python begins transactions too late: see _begin_sqlite
     for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
         connection.execute(f"PRAGMA {pragma}")
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    """Who will write says so at once: a lock that is asked for half-way cannot be waited for."""
+    """A writer takes its lock at the start: sqlite does not wait for one that is requested half-way."""
     writes = connection.get_execution_options().get("writes", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")

@@ -1,4 +1,4 @@
-"""The HTTP interface over real roles in one process: what each route does, who may, and how it refuses."""
+"""The HTTP interface over a real writer and reader in one process: what each route does, allows and refuses."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from one_process import Endpoint
 from malmen.data.tokens import make_batches
 from malmen.lm.model import fact_encoder
 from malmen.lm.overlay import edited
-from malmen.serve.http.access import ROLES
+from malmen.serve.http.access import SCOPES
 
 FACTS = [{"prompt": fact.prompt, "answer": fact.answer} for fact in world_facts(60)]
 
 
 def test_an_edit_is_made_asked_for_and_taken_back(fresh: Endpoint) -> None:
     fact = FACTS[0]
-    before = fresh.say(fact["prompt"])
+    before = fresh.complete(fact["prompt"])
     made = fresh.add(fact)
     assert made["edits"][0]["holds"]
-    assert fresh.say(fact["prompt"]) == fact["answer"] != before
-    assert fresh.say(fact["prompt"], "base") == before
-    assert fresh.say(fact["prompt"], made["version"]) == fact["answer"]
+    assert fresh.complete(fact["prompt"]) == fact["answer"] != before
+    assert fresh.complete(fact["prompt"], "base") == before
+    assert fresh.complete(fact["prompt"], made["version"]) == fact["answer"]
     name = made["edits"][0]["id"]
     assert fresh.admin.get(f"/v1/edits/{name}").json()["state"] == "live"
     gone = fresh.admin.delete(f"/v1/edits/{name}")
     assert gone.status_code == 201 and gone.json()["num_facts"] == 0
-    assert fresh.say(fact["prompt"]) == before
-    assert fresh.say(fact["prompt"], made["version"]) == fact["answer"]  # a version is for ever
+    assert fresh.complete(fact["prompt"]) == before
+    assert fresh.complete(fact["prompt"], made["version"]) == fact["answer"]  # a version is for ever
     assert fresh.admin.get(f"/v1/edits/{name}").json()["state"] == "removed"
     assert fresh.admin.delete(f"/v1/edits/{name}").status_code == 409
 
@@ -48,7 +48,7 @@ def test_a_roll_back_needs_to_know_where_the_alias_is(fresh: Endpoint) -> None:
     assert fresh.admin.put("/v1/aliases/live", **move, headers={"If-Match": "what"}).status_code == 412
     moved = fresh.admin.put("/v1/aliases/live", **move, headers={"If-Match": at.headers["ETag"]})
     assert moved.status_code == 200 and moved.headers["ETag"] != at.headers["ETag"]
-    assert fresh.say(FACTS[1]["prompt"]) == fresh.say(FACTS[1]["prompt"], "base")
+    assert fresh.complete(FACTS[1]["prompt"]) == fresh.complete(FACTS[1]["prompt"], "base")
     assert fresh.admin.get(f"/v1/edits/{second['edits'][0]['id']}").json()["state"] == "rolled_back"
     asked = {"prompt": FACTS[1]["prompt"], "min_version": second["version"]}
     assert fresh.admin.post("/v1/completions", json=asked).status_code == 409
@@ -139,7 +139,7 @@ def test_what_cannot_be_done_is_told_as_a_problem_document(
     assert document["status"] == status and document["detail"] and document["error"]["message"] == document["detail"]
 
 
-ROUTES = [  # role that it takes, method, path, body
+ROUTES = [  # scope that it needs, method, path, body
     ("read", "GET", "/v1/edits", None),
     ("read", "GET", "/v1/edits/e00000000000000000000", None),
     ("read", "GET", "/v1/versions", None),
@@ -164,18 +164,20 @@ ROUTES = [  # role that it takes, method, path, body
 OPEN = {"/healthz", "/readyz"}
 
 
-@pytest.mark.parametrize(("role", "method", "path", "body"), ROUTES)
-def test_no_role_can_do_what_it_may_not(shared: Endpoint, role: str, method: str, path: str, body: Any) -> None:
-    for held in ROLES:
+@pytest.mark.parametrize(("scope", "method", "path", "body"), ROUTES)
+def test_no_token_does_what_its_scope_does_not_allow(
+    shared: Endpoint, scope: str, method: str, path: str, body: Any
+) -> None:
+    for held in SCOPES:
         status = shared.clients[held].request(method, path, json=body).status_code
-        assert (status == 403) == (ROLES.index(held) < ROLES.index(role)), (held, status)
+        assert (status == 403) == (SCOPES.index(held) < SCOPES.index(scope)), (held, status)
         assert status != 401
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {shared.tokens['admin']}"}):
         reply = shared.client(headers).request(method, path, json=body)
         assert reply.status_code == 401 and reply.headers["WWW-Authenticate"] == "Bearer"
 
 
-def test_every_route_is_in_the_table_of_roles_or_open(shared: Endpoint) -> None:
+def test_every_route_is_in_the_table_of_scopes_or_open(shared: Endpoint) -> None:
     def shape(path: str) -> str:
         import re
 
@@ -194,14 +196,14 @@ def test_a_full_disk_is_told_over_http_and_the_same_key_does_it_later(fresh: End
     with full_disk(3000):
         reply = fresh.admin.post("/v1/edits", **asked)
     assert reply.status_code == 503 and int(reply.headers["Retry-After"]) > 0
-    assert fresh.say(FACTS[0]["prompt"]) == FACTS[0]["answer"]
+    assert fresh.complete(FACTS[0]["prompt"]) == FACTS[0]["answer"]
     assert fresh.admin.post("/v1/edits", **asked).status_code == 201
-    assert fresh.say(FACTS[1]["prompt"]) == FACTS[1]["answer"]
+    assert fresh.complete(FACTS[1]["prompt"]) == FACTS[1]["answer"]
 
 
 def test_a_database_that_is_gone_is_told_over_http_and_its_return_is_enough(fresh: Endpoint) -> None:
     made = fresh.add(FACTS[0])
-    ledgers = (fresh.backend.ledger, fresh.roles.writer.service.ledger)
+    ledgers = (fresh.backend.ledger, fresh.workers.writer.service.ledger)
     file = Path(fresh.settings.store) / "ledger.db"
     away = file.with_name("away.db")
     for ledger in ledgers:
@@ -223,7 +225,7 @@ def test_a_database_that_is_gone_is_told_over_http_and_its_return_is_enough(fres
 
 def test_an_evaluation_of_too_many_records_and_too_many_jobs_are_refused(tmp_path: Path) -> None:
     endpoint = Endpoint(tmp_path, limits={"job_facts": 1, "waiting_jobs": 1, "evaluate_records": 2})
-    endpoint.roles.writer.jobs.close()  # nobody works on them
+    endpoint.workers.writer.jobs.close()  # nobody works on them
     first = endpoint.admin.post("/v1/edits", json={"facts": FACTS[:2]}, headers={"Idempotency-Key": "k"})
     assert first.status_code == 202
     assert endpoint.admin.post("/v1/edits", json={"facts": FACTS[2:4]}).status_code == 429
@@ -237,10 +239,10 @@ def test_an_evaluation_of_too_many_records_and_too_many_jobs_are_refused(tmp_pat
 @pytest.mark.parametrize(
     ("record", "said"),
     [
-        ({"rephrasings": ["x"] * 3, "unrelated": [FACTS[1]] * 2}, "6 facts in one evaluation; at most 5"),
-        ({"rephrasings": ["x" * 501]}, "record 0 has 501 characters; at most 500"),
-        ({"unrelated": [{"prompt": "x", "answer": "x" * 501}]}, "record 0 has 501 characters; at most 500"),
-        ({"answer": "x" * 501}, "record 0 has 501 characters; at most 500"),
+        ({"rephrasings": ["x"] * 3, "unrelated": [FACTS[1]] * 2}, "6 facts in one evaluation; the limit is 5"),
+        ({"rephrasings": ["x" * 501]}, "record 0 has 501 characters; the limit is 500"),
+        ({"unrelated": [{"prompt": "x", "answer": "x" * 501}]}, "record 0 has 501 characters; the limit is 500"),
+        ({"answer": "x" * 501}, "record 0 has 501 characters; the limit is 500"),
     ],
 )
 def test_an_evaluation_is_limited_by_all_that_a_reader_would_be_asked(
@@ -278,13 +280,13 @@ def test_too_many_requests_are_told_to_wait(tmp_path: Path) -> None:
     assert endpoint.admin.get("/v1/aliases").status_code == 200  # another caller
     endpoint.backend.waiting = endpoint.settings.limits.waiting_edits
     full = endpoint.admin.post("/v1/edits", json={"facts": [FACTS[0]]})
-    assert full.status_code == 429 and "wait for the writer" in full.json()["detail"]
+    assert full.status_code == 429 and "waiting for the writer" in full.json()["detail"]
     endpoint.close()
 
 
 def test_logs_hold_no_token_and_no_prompt(shared: Endpoint, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("DEBUG", logger="malmen"):
-        shared.say("a secret prompt", "base")
+        shared.complete("a secret prompt", "base")
         shared.admin.post(
             "/v1/edits", json={"facts": [{"prompt": "a secret prompt", "answer": "hush"}], "dry_run": True}
         )
@@ -309,7 +311,7 @@ TEMPLATE = """{% if messages[0].role == "system" %}{{ raise_exception("System ro
 def test_messages_that_the_chat_template_refuses_are_the_callers_mistake(
     shared: Endpoint, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr(shared.roles.answering.reader.lm.tokenizer, "chat_template", TEMPLATE)
+    monkeypatch.setattr(shared.workers.reader.lm.tokenizer, "chat_template", TEMPLATE)
     turns = [{"role": role, "content": "x"} for role in ("system", "user")]
     asked = {"messages": turns, "max_tokens": 1, "stream": stream}
     refused = shared.admin.post("/v1/chat/completions", json=asked)
@@ -320,7 +322,7 @@ def test_messages_that_the_chat_template_refuses_are_the_callers_mistake(
 
 def test_a_second_export_at_the_same_time_is_told_to_wait(fresh: Endpoint) -> None:
     made = fresh.add(FACTS[0])
-    with fresh.roles.writer.exporting:
+    with fresh.workers.writer.exporting:
         reply = fresh.admin.post(f"/v1/versions/{made['version']}/export", json={})
     assert reply.status_code == 429 and int(reply.headers["Retry-After"]) > 0
     assert fresh.admin.post(f"/v1/versions/{made['version']}/export", json={}).status_code == 201
@@ -343,7 +345,7 @@ def test_exported_files_give_the_endpoints_logits(fresh: Endpoint, tmp_path: Pat
         folders[kind].mkdir()
         for name, address in reply.json()["files"].items():
             (folders[kind] / name).write_bytes(fresh.admin.get(address).content)
-    lm, reader = fresh.roles.answering.reader.lm, fresh.roles.answering.reader
+    lm, reader = fresh.workers.reader.lm, fresh.workers.reader
     encoder = fact_encoder(lm, reader.config.data)
     batch = make_batches([encoder.encode(fact) for fact in world_facts(8)], 4096, lm.pad_id)[0]
     shifts = reader.blobs.get(fresh.backend.ledger.resolve(made["version"]).shifts)

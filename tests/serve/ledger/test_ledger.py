@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from malmen.errors import EditError, UsageError
-from malmen.serve.http.problems import Problem
-from malmen.serve.ledger.ledger import AcceptedRequest, Ledger, NewEdit, Publication
+from malmen.serve.ledger.ledger import AcceptedChange, Ledger, NewEdit, Publication
 from malmen.serve.ledger.tables import open_engine
+from malmen.serve.messages import Change, EditReply, GuardReport, Receipt
+from malmen.serve.problems import Problem
 
 BLOB = "ab" * 32
 
@@ -25,12 +26,20 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return fresh()
 
 
+def reply(number: int) -> EditReply:
+    return EditReply(
+        version=f"v{number:016d}", number=number, parent=None, dry_run=False, edits=[], removed=[], num_facts=number,
+        guard=GuardReport(),
+    )  # fmt: skip
+
+
 def publication(ledger: Ledger, number: int, *prompts: str, ended: tuple[str, ...] = (), key: str | None = None):
     live = ledger.alias("live")
     added = tuple(NewEdit(f"e{number}-{at}", prompt, "yes", BLOB, at, {}) for at, prompt in enumerate(prompts))
-    request = AcceptedRequest("ann", added, tuple((name, "removed") for name in ended), {"n": number}, key, "hash")
+    removed = tuple((name, "removed") for name in ended)
+    accepted = AcceptedChange(Change("ann", remove=ended, key=key), added, removed, reply(number))
     members = len(ledger.members(live.version)) + len(added) - len(ended)
-    return Publication(f"v{number:016d}", number, live.version, live.revision, BLOB, members, {}, (request,))
+    return Publication(f"v{number:016d}", number, live.version, live.revision, BLOB, members, {}, (accepted,))
 
 
 def test_what_was_published_is_there_after_a_restart(url: str) -> None:
@@ -44,7 +53,10 @@ def test_what_was_published_is_there_after_a_restart(url: str) -> None:
     assert again.members("v" + f"{1:016d}") == {"e1-0", "e1-1"}
     assert [edit.id for edit in again.edits()] == ["e2-0", "e1-1", "e1-0"]
     assert again.ended(["e1-0", "e1-1"]) == {"e1-0": [(f"v{2:016d}", "removed")]}
-    assert again.replay("ann", "k") == ("hash", {"n": 1}) and again.replay("bob", "k") is None
+    assert again.replay(Change("ann", key="k")) == Receipt(reply(1), replayed=True)
+    assert again.replay(Change("bob", key="k")) is None and again.replay(Change("ann")) is None
+    other = again.replay(Change("ann", remove=("e1-1",), key="k"))
+    assert isinstance(other, Problem) and other.status == 422
     assert again.resolve("base").num_facts == 0 and again.resolve("live").number == 2
     assert again.verify() == {"intact": True, "entries": 3, "head": again.audit()[-1].hash}
     again.close()
@@ -80,7 +92,7 @@ def test_a_publication_on_a_version_that_is_no_longer_live_is_refused(url: str) 
     epoch = ledger.take_over()
     late = publication(ledger, 2, "late")
     ledger.publish(publication(ledger, 1, "a"), epoch)
-    with pytest.raises(Problem, match="moved away"):
+    with pytest.raises(Problem, match="no longer points"):
         ledger.publish(late, epoch)
     ledger.close()
 
