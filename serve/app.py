@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import ray
 from fastapi import FastAPI
@@ -40,9 +40,6 @@ from malmen.serve.messages import (
 )
 from malmen.serve.problems import Problem, WorkerLost
 from malmen.serve.settings import ReaderConfig, ServeConfig, WriterConfig, parse_settings
-
-if TYPE_CHECKING:
-    from malmen.serve.reading.streams import AnswerStream
 
 log = logging.getLogger(__name__)
 REPLACEMENT_SECONDS = 60.0  # that a request waits while Ray replaces a lost writer or reader
@@ -83,7 +80,7 @@ class ReaderDeployment:
 
     def __init__(self, raw: dict[str, Any]) -> None:
         from malmen.serve.assembly import build_reader
-        from malmen.serve.reading.streams import ReaderWorker
+        from malmen.serve.reading.worker import ReaderWorker
 
         settings = parse_settings(raw, "the endpoint's settings")
         self.worker = ReaderWorker(build_reader(settings), self._decode)
@@ -102,9 +99,9 @@ class ReaderDeployment:
             yield state
 
     @serve.batch(max_batch_size=16, batch_wait_timeout_s=0.005)
-    async def _decode(self, prompts: list[tuple[Prompt, AnswerStream]]) -> list[None]:
-        await asyncio.to_thread(self.worker.answer_batch, prompts)
-        return [None] * len(prompts)
+    async def _decode(self, prompts: list[Prompt]) -> AsyncIterator[list[AnswerState]]:
+        async for states in self.worker.decode_batch(prompts):
+            yield states
 
 
 class RayWorkers:

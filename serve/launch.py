@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
 from ray import serve
-from ray.serve.schema import ApplicationStatus
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from malmen.errors import EditError, RunStopped
 from malmen.serve.app import make_application
@@ -23,11 +22,14 @@ def start_endpoint(settings: ServeConfig, host: str, port: int, stopped: threadi
     target = serve.RunTarget(make_application(settings), name=APPLICATION, route_prefix="/")
     serve.run_many([target], wait_for_applications_running=False)  # Ray would wait without end
     ends = time.monotonic() + START_SECONDS
-    while (state := _state()) != ApplicationStatus.RUNNING:
-        if state == ApplicationStatus.DEPLOY_FAILED:
-            raise EditError(f"the endpoint did not start: {_reason()}")
+    while (application := serve.status().applications.get(APPLICATION)) is None or (
+        application.status != ApplicationStatus.RUNNING
+    ):
+        if application and application.status == ApplicationStatus.DEPLOY_FAILED:
+            raise EditError(f"the endpoint did not start: {_reason(application)}")
         if time.monotonic() > ends:
-            raise EditError(f"the endpoint has not started after {START_SECONDS:.0f} s: {_reason() or state}")
+            reason = application and (_reason(application) or application.status)
+            raise EditError(f"the endpoint has not started after {START_SECONDS:.0f} s: {reason}")
         if stopped.wait(0.2):
             raise RunStopped("stopped before the endpoint had started")
     return f"http://{host}:{port}"
@@ -38,15 +40,9 @@ def stop_endpoint() -> None:
     serve.shutdown()
 
 
-def _state() -> Any:
-    application = serve.status().applications.get(APPLICATION)
-    return application.status if application else None
-
-
-def _reason() -> str:
+def _reason(application: ApplicationStatusOverview) -> str:
     """The last line that names an error in a replica, else the last line."""
-    application = serve.status().applications.get(APPLICATION)
-    messages = [deployment.message for deployment in application.deployments.values()] if application else []
+    messages = [deployment.message for deployment in application.deployments.values()]
     lines = [line.strip() for message in messages for line in message.splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line or "Problem" in line]
     return (errors or lines or [""])[-1]

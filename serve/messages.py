@@ -162,25 +162,9 @@ class Sampling:
 class Prompt(ReaderRequest[AnswerState]):
     """A prompt for one version of the model."""
 
-    text: str
+    content: str | list[dict[str, str]]  # a text, or the turns of a chat, each with `role` and `content`
     shifts: str | None  # the version's blob; None: the unedited model
     sampling: Sampling
-    verbatim: bool = False  # the text already has the chat template's form
-
-
-@dataclass(frozen=True)
-class ChatText:
-    """A chat as the model reads it."""
-
-    text: str
-    verbatim: bool  # whether a chat template has formed it
-
-
-@dataclass(frozen=True)
-class Chat(ReaderRequest[ChatText]):
-    """The turns of a chat, each with `role` and `content`, to be formed into one text."""
-
-    turns: list[dict[str, str]]
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,17 @@ def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"description": TITLES[status], "content": content} for status in every}
 
 
+def check_number(number: int, what: str, limit: int) -> None:
+    """Raise a Problem 413 if a request has more of something than the limit."""
+    if number > limit:
+        raise Problem(413, f"{number} {what}; the limit is {limit}")
+
+
+def check_length(backend: Backend, name: str, *texts: str) -> None:
+    """Raise a Problem 413 if a text is longer than the endpoint's limit."""
+    check_number(max(map(len, texts)), f"characters in {name}", backend.settings.limits.text_chars)
+
+
 async def _around_request(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
     """Limit, count, time and log a request. The log contains no token and no text."""
     backend, began = find_backend(request), time.monotonic()

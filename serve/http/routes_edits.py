@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Header, Path, Query, Response
 
 from malmen.serve.http.access import Caller
-from malmen.serve.http.api import Backend, BackendDep, problems, requires
+from malmen.serve.http.api import Backend, BackendDep, check_length, check_number, problems, requires
 from malmen.serve.http.schemas import KEY_PATTERN, EditId, EditList, EditOut, EditsIn, JobOut
 from malmen.serve.ledger.jobs import Job
 from malmen.serve.ledger.tables import LIVE
@@ -116,14 +116,10 @@ async def get_job(backend: BackendDep, id: JobId) -> Any:
 
 def check_size(body: EditsIn, backend: Backend) -> None:
     """Raise a Problem 413 if a request is beyond the configured limits."""
-    limits = backend.settings.limits
     number = len(body.facts) + len(body.remove)
-    if number > limits.facts_per_call:
-        raise Problem(413, f"{number} facts in one request; the limit is {limits.facts_per_call}")
+    check_number(number, "facts in one request", backend.settings.limits.facts_per_call)
     for index, fact in enumerate(body.facts):
-        longest = max(len(fact.prompt), len(fact.answer))
-        if longest > limits.text_chars:
-            raise Problem(413, f"fact {index} has {longest} characters; the limit is {limits.text_chars}")
+        check_length(backend, f"fact {index}", fact.prompt, fact.answer)
 
 
 def job_out(job: Job) -> dict[str, Any]:

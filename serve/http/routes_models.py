@@ -11,11 +11,11 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from malmen.serve.http.api import Backend, BackendDep, problems, requires
+from malmen.serve.http.api import Backend, BackendDep, check_length, check_number, problems, requires
 from malmen.serve.http.schemas import EvaluateIn, EvaluateOut, Name
 from malmen.serve.http.schemas_openai import ChatIn, Chunks, CompletionIn, chat_completion, completion
 from malmen.serve.ledger.view import Version
-from malmen.serve.messages import AnswerState, Chat, Evaluate, Prompt
+from malmen.serve.messages import AnswerState, Evaluate, Prompt
 from malmen.serve.problems import Problem
 
 router = APIRouter(tags=["models"], dependencies=[requires("read")])
@@ -47,7 +47,9 @@ async def complete(body: CompletionIn, backend: BackendDep) -> Response:
     """Continue a prompt, or several, as a version of the model would."""
     version = await find_version(backend, body.model, body.min_version)
     sampling = body.sampling(backend.settings.limits.max_tokens)
-    prompts = [Prompt(text, version.shifts, sampling) for text in _within_limit(backend, body.prompts())]
+    for text in body.prompts():
+        check_length(backend, "a prompt", text)
+    prompts = [Prompt(text, version.shifts, sampling) for text in body.prompts()]
     if body.stream:
         if len(prompts) > 1:
             raise Problem(422, "only one prompt can be streamed")
@@ -57,14 +59,13 @@ async def complete(body: CompletionIn, backend: BackendDep) -> Response:
 
 
 @router.post("/v1/chat/completions", responses={**_STREAMS, **problems(404, 409)})
-async def complete_chat(body: ChatIn, backend: BackendDep) -> Response:
+async def chat(body: ChatIn, backend: BackendDep) -> Response:
     """Answer a chat as a version of the model would; a model without a chat template reads the turns' texts."""
     version = await find_version(backend, body.model, body.min_version)
     turns = [{"role": turn.role, "content": turn.text()} for turn in body.messages]
-    _within_limit(backend, [turn["content"] for turn in turns])
-    chat = await backend.workers.ask_reader(Chat(turns))
-    sampling = body.sampling(backend.settings.limits.max_tokens)
-    prompt = Prompt(chat.text, version.shifts, sampling, chat.verbatim)
+    for turn in turns:
+        check_length(backend, "a message", turn["content"])
+    prompt = Prompt(turns, version.shifts, body.sampling(backend.settings.limits.max_tokens))
     if body.stream:
         return await _streamed(backend, prompt, Chunks(True, version.id))
     answer = await backend.workers.ask_reader(prompt)
@@ -118,25 +119,13 @@ def _completed(backend: Backend, answers: list[AnswerState], reply: dict[str, An
     return JSONResponse(reply, headers={"X-Malmen-Reader": ", ".join(readers)} if readers else None)
 
 
-def _within_limit(backend: Backend, texts: list[str]) -> list[str]:
-    limit = backend.settings.limits.text_chars
-    if (longest := max(map(len, texts))) > limit:
-        raise Problem(413, f"a prompt has {longest} characters; the limit is {limit}")
-    return texts
-
-
 def _check_size(backend: Backend, body: EvaluateIn) -> None:
     """A reader answers nobody else meanwhile, so the limit is on all facts, not only on records."""
     limits, records = backend.settings.limits, body.records
-    if len(records) > limits.evaluate_records:
-        raise Problem(413, f"{len(records)} records in one evaluation; the limit is {limits.evaluate_records}")
-    number = sum(record.num_facts() for record in records)
-    if number > limits.evaluate_facts:
-        raise Problem(413, f"{number} facts in one evaluation; the limit is {limits.evaluate_facts}")
+    check_number(len(records), "records in one evaluation", limits.evaluate_records)
+    check_number(sum(record.num_facts() for record in records), "facts in one evaluation", limits.evaluate_facts)
     for index, record in enumerate(records):
-        longest = max(map(len, record.texts()))
-        if longest > limits.text_chars:
-            raise Problem(413, f"record {index} has {longest} characters; the limit is {limits.text_chars}")
+        check_length(backend, f"record {index}", *record.texts())
 
 
 def _model(name: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +10,7 @@ from sqlalchemy import Connection, func, insert, select, update
 
 from malmen.data.records import Fact
 from malmen.serve.ledger import tables
-from malmen.serve.ledger.chain import canonical, now
+from malmen.serve.ledger.chain import now
 from malmen.serve.ledger.ledger import Ledger
 from malmen.serve.messages import Change
 from malmen.serve.problems import Problem
@@ -59,8 +58,7 @@ class JobBook:
             if known is None:
                 if at_most is not None and _num_unfinished(connection) >= at_most:
                     raise Problem(429, f"{at_most} large changes are waiting already", retry_after=10)
-                row = {**vars(job), "request": canonical(request), "at": now()}
-                connection.execute(insert(tables.jobs).values(**row))
+                connection.execute(insert(tables.jobs).values(**vars(job), at=now()))
                 return job
         if replace(known.change(), job=None) != change:
             raise Problem(422, f"the Idempotency-Key {change.key!r} was used for another request")
@@ -98,6 +96,4 @@ def _find(connection: Connection, *conditions: Any, **values: Any) -> Job | None
     row = connection.execute(query).mappings().first()
     if row is None:
         return None
-    result = json.loads(row["result"]) if row["result"] else None
-    kept = {name: row[name] for name in ("id", "actor", "key", "state", "done", "total")}
-    return Job(**kept, result=result, request=json.loads(row["request"]))
+    return Job(**{name: value for name, value in row.items() if name != "at"})

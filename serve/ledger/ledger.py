@@ -100,7 +100,7 @@ class Ledger(LedgerView):
                     parent=publication.parent,
                     shifts=publication.shifts,
                     num_facts=publication.num_facts,
-                    report=canonical(publication.report),
+                    report=publication.report,
                     actor=", ".join(dict.fromkeys(accepted.change.actor for accepted in publication.accepted))[:200],
                     at=now(),
                 )
@@ -121,7 +121,7 @@ class Ledger(LedgerView):
         changed = [(new.id, "added") for new in accepted.added] + list(accepted.ended)
         if accepted.added:
             rows = [
-                {**vars(new), "report": canonical(new.report), "number": first + index, "version": publication.version,
+                {**vars(new), "number": first + index, "version": publication.version,
                  "actor": change.actor, "at": at}
                 for index, new in enumerate(accepted.added)
             ]  # fmt: skip
@@ -131,8 +131,8 @@ class Ledger(LedgerView):
             connection.execute(insert(tables.changes), rows)
         _store_reply(connection, change, accepted.reply)
         if change.job:
-            ended = {"state": "done", "result": canonical(accepted.reply.model_dump(mode="json"))}
-            connection.execute(update(tables.jobs).filter_by(id=change.job).values(**ended))
+            result = accepted.reply.model_dump(mode="json")
+            connection.execute(update(tables.jobs).filter_by(id=change.job).values(state="done", result=result))
 
     def store_reply(self, change: Change, reply: EditReply) -> None:
         """Keep the reply to a change that needed no new version, for when its key is used again."""
@@ -150,7 +150,7 @@ class Ledger(LedgerView):
             return None
         if row["request"] != _fingerprint(change):
             return Problem(422, f"the Idempotency-Key {change.key!r} was used for another request")
-        return Receipt(EditReply.model_validate_json(row["reply"]), replayed=True)
+        return Receipt(EditReply.model_validate(row["reply"]), replayed=True)
 
     def set_alias(self, name: str, version: str, revision: int | None, actor: str) -> Alias:
         """Move an alias, or create one; `revision` is the state that the caller has seen (None: it must be new)."""
@@ -189,7 +189,7 @@ class Ledger(LedgerView):
         root, at = "v" + digest(canonical(about))[:16], now()
         for name, value in (("about", canonical(about)), ("writer", "0"), ("head", f"-1 {GENESIS}")):
             connection.execute(insert(tables.marks).values(name=name, value=value))
-        values = {"id": root, "number": 0, "num_facts": 0, "report": "{}", "actor": "malmen", "at": at}
+        values = {"id": root, "number": 0, "num_facts": 0, "report": {}, "actor": "malmen", "at": at}
         connection.execute(insert(tables.versions).values(**values))
         for name in (BASE, LIVE):
             connection.execute(insert(tables.aliases).values(name=name, version=root, revision=1, at=at))
@@ -198,7 +198,7 @@ class Ledger(LedgerView):
     def _append(self, connection: Connection, actor: str, kind: str, body: dict[str, Any], at: str = "") -> None:
         last, previous = _mark(connection, "head").split(" ")
         entry = chain_entry(int(last) + 1, at or now(), actor, kind, body, previous)
-        connection.execute(insert(tables.entries).values(**{**vars(entry), "body": canonical(body)}))
+        connection.execute(insert(tables.entries).values(**vars(entry)))
         _set_mark(connection, "head", f"{entry.seq} {entry.hash}")
 
     @contextmanager
@@ -224,9 +224,8 @@ def _set_mark(connection: Connection, name: str, value: str) -> None:
 
 def _store_reply(connection: Connection, change: Change, reply: EditReply) -> None:
     if change.key is not None:
-        document = canonical(reply.model_dump(mode="json"))
-        values = {"actor": change.actor, "key": change.key, "request": _fingerprint(change), "reply": document}
-        connection.execute(insert(tables.replays).values(**values))
+        row = {"actor": change.actor, "key": change.key, "request": _fingerprint(change)}
+        connection.execute(insert(tables.replays).values(**row, reply=reply.model_dump(mode="json")))
 
 
 def _fingerprint(change: Change) -> str:

@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from typing import Any
 
-from sqlalchemy import Column, Connection, Engine, Index, Integer, MetaData, String, Table, Text, create_engine, event
+from sqlalchemy import (
+    Column,
+    Connection,
+    Dialect,
+    Engine,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    TypeDecorator,
+    create_engine,
+    event,
+)
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from malmen.errors import UsageError
+from malmen.serve.ledger.chain import canonical
+
+
+class Json(TypeDecorator[Any]):
+    """A value as canonical JSON text. A text that is no longer JSON was changed: it is read as `unreadable`."""
+
+    impl, cache_ok = Text, True
+
+    def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
+        """To the database."""
+        return None if value is None else canonical(value)
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> Any:
+        """From the database."""
+        try:
+            return None if value is None else json.loads(value)
+        except ValueError:
+            return {"unreadable": value}
+
 
 LIVE, BASE = "live", "base"  # the aliases that a ledger begins with
 metadata = MetaData()
@@ -21,7 +55,7 @@ entries = Table(  # append-only and chained by hashes; all other tables could be
     Column("at", String(32), nullable=False),
     Column("actor", String(200), nullable=False),
     Column("kind", String(20), nullable=False),
-    Column("body", Text, nullable=False),  # JSON
+    Column("body", Json, nullable=False),
     Column("previous", String(64), nullable=False),
     Column("hash", String(64), nullable=False),
 )
@@ -33,7 +67,7 @@ versions = Table(
     Column("parent", String(20)),
     Column("shifts", String(64)),  # the blob; none for the unedited model
     Column("num_facts", Integer, nullable=False),
-    Column("report", Text, nullable=False),  # JSON
+    Column("report", Json, nullable=False),
     Column("actor", String(200), nullable=False),
     Column("at", String(32), nullable=False),
 )
@@ -49,7 +83,7 @@ edits = Table(
     Column("position", Integer, nullable=False),  # … and which of the blob's facts it is
     Column("actor", String(200), nullable=False),
     Column("at", String(32), nullable=False),
-    Column("report", Text, nullable=False),  # JSON
+    Column("report", Json, nullable=False),
 )
 changes = Table(
     "changes",
@@ -73,7 +107,7 @@ replays = Table(
     Column("actor", String(200), primary_key=True),
     Column("key", String(200), primary_key=True),
     Column("request", String(64), nullable=False),  # a hash
-    Column("reply", Text, nullable=False),  # JSON
+    Column("reply", Json, nullable=False),
 )
 jobs = Table(
     "jobs",
@@ -81,11 +115,11 @@ jobs = Table(
     Column("id", String(40), primary_key=True),
     Column("actor", String(200), nullable=False),
     Column("key", String(200)),
-    Column("request", Text, nullable=False),  # JSON
+    Column("request", Json, nullable=False),
     Column("state", String(12), nullable=False),  # queued, running, done or failed
     Column("done", Integer, nullable=False),  # facts
     Column("total", Integer, nullable=False),
-    Column("result", Text),  # JSON
+    Column("result", Json),
     Column("at", String(32), nullable=False),
 )
 marks = Table(

@@ -101,11 +101,11 @@ class LedgerView:
             if row is None:
                 known = connection.execute(select(tables.aliases.c.name)).scalars().all()
                 raise Problem(404, f"version or alias {name!r} not found; aliases: {', '.join(sorted(known))}")
-        return _version(row)
+        return Version(**row)
 
     def versions(self, limit: int = 100, before: int | None = None) -> list[Version]:
         """The newest first, those with a number below `before`."""
-        return [_version(row) for row in self._page(tables.versions, limit, before)]
+        return [Version(**row) for row in self._page(tables.versions, limit, before)]
 
     def last_number(self) -> int:
         """The number of the newest version."""
@@ -122,12 +122,12 @@ class LedgerView:
         with self.reading() as connection:
             for first in range(0, len(names), _IN_LIST):
                 query = select(tables.edits).where(tables.edits.c.id.in_(names[first : first + _IN_LIST]))
-                edits += [_edit(row) for row in connection.execute(query).mappings()]
+                edits += [Edit(**row) for row in connection.execute(query).mappings()]
         return sorted(edits, key=lambda edit: edit.number)
 
     def edits(self, limit: int = 100, before: int | None = None) -> list[Edit]:
         """The newest first, those with a number below `before`."""
-        return [_edit(row) for row in self._page(tables.edits, limit, before)]
+        return [Edit(**row) for row in self._page(tables.edits, limit, before)]
 
     def _page(self, table: Table, limit: int, before: int | None) -> Sequence[Mapping[Any, Any]]:
         query = select(table).order_by(table.c.number.desc()).limit(limit)
@@ -194,7 +194,7 @@ class LedgerView:
         """Entries after number `after`, the oldest first."""
         query = select(tables.entries).where(tables.entries.c.seq > after).order_by(tables.entries.c.seq).limit(limit)
         with self.reading() as connection:
-            return [Entry(**{**row, "body": json.loads(row["body"])}) for row in connection.execute(query).mappings()]
+            return [Entry(**row) for row in connection.execute(query).mappings()]
 
     def verify(self) -> dict[str, Any]:
         """Whether all entries are as they were written and all tables agree with them, in one snapshot."""
@@ -219,11 +219,3 @@ def database_problems() -> Iterator[None]:
     except (DBAPIError, PoolTimeout) as error:
         reason = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
         raise Problem(503, f"the ledger's database does not answer: {reason}") from error
-
-
-def _version(row: Mapping[Any, Any]) -> Version:
-    return Version(**{**row, "report": json.loads(row["report"])})
-
-
-def _edit(row: Mapping[Any, Any]) -> Edit:
-    return Edit(**{**row, "report": json.loads(row["report"])})

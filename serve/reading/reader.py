@@ -15,7 +15,7 @@ from malmen.evaluate import evaluate
 from malmen.lm.model import LanguageModel, fact_encoder
 from malmen.lm.overlay import Overlay, edited_rows
 from malmen.serve.ledger.blobs import BlobStore
-from malmen.serve.messages import AnswerState, Chat, ChatText, Evaluate, Prompt, Sampling, Scores
+from malmen.serve.messages import AnswerState, Evaluate, Prompt, Sampling, Scores
 from malmen.serve.problems import Problem
 from malmen.serve.reading.decoding import Answer, decode_batch
 
@@ -50,9 +50,13 @@ class Reader:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """A prompt's tokens; a Problem where the model cannot read it."""
-        encoder = self.verbatim if prompt.verbatim else self.encoder
+        text, encoder = prompt.content, self.encoder
+        if not isinstance(text, str):
+            chat = self._chat_text(text)
+            encoder = self.encoder if chat is None else self.verbatim
+            text = "\n".join(turn["content"] for turn in text) if chat is None else chat
         try:
-            return encoder.generation_ids(prompt.text, 1)
+            return encoder.generation_ids(text, 1)
         except EditError as error:
             raise Problem(422, str(error)) from error
 
@@ -77,19 +81,18 @@ class Reader:
             for _ in decode_batch(self.lm, [encoded[index] for index in order], [answers[index] for index in order]):
                 yield [answer.state() for answer in answers]
 
-    def chat_text(self, chat: Chat) -> ChatText:
-        """The turns by the tokenizer's chat template; without one, their texts, each on a line of its own.
+    def _chat_text(self, turns: list[dict[str, str]]) -> str | None:
+        """The turns in the form of the tokenizer's chat template; None where it has none.
 
         A template may refuse turns: some know no `system`, or require user and assistant to alternate.
         """
         tokenizer = self.lm.tokenizer
         if not getattr(tokenizer, "chat_template", None):
-            return ChatText("\n".join(turn["content"] for turn in chat.turns), verbatim=False)
+            return None
         try:
-            text = str(tokenizer.apply_chat_template(chat.turns, add_generation_prompt=True, tokenize=False))
+            return str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
         except TemplateError as error:
             raise Problem(422, f"the model's chat template refuses these messages: {error}") from error
-        return ChatText(text, verbatim=True)
 
     def evaluate(self, request: Evaluate) -> Scores:
         """ES, GS and LS of records under a version, and each fact before and after."""

@@ -7,7 +7,6 @@ import threading
 from dataclasses import replace
 
 from malmen.errors import EditError
-from malmen.serve.ledger.chain import canonical
 from malmen.serve.ledger.jobs import Job, JobBook
 from malmen.serve.messages import Outcome
 from malmen.serve.problems import Problem
@@ -53,13 +52,12 @@ class JobRunner:
     def _work(self, job: Job) -> None:
         outcome = self._outcome(job)
         if not isinstance(outcome, Problem):
-            result = canonical(outcome.reply.model_dump(mode="json"))
-            self.book.mark(job.id, state="done", done=job.total, result=result)
+            self.book.mark(job.id, state="done", done=job.total, result=outcome.reply.model_dump(mode="json"))
         elif outcome.status == 503:  # not the request's fault
             self.book.mark(job.id, state="queued")
             raise outcome
         else:
-            self.book.mark(job.id, state="failed", result=canonical(outcome.document()))
+            self.book.mark(job.id, state="failed", result=outcome.document())
 
     def _outcome(self, job: Job) -> Outcome:
         change = job.change()

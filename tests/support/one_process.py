@@ -26,7 +26,7 @@ from malmen.serve.messages import (
     WriterRequest,
     reply_or_raise,
 )
-from malmen.serve.reading.streams import AnswerStream, ReaderWorker
+from malmen.serve.reading.worker import ReaderWorker
 from malmen.serve.settings import ServeConfig
 from malmen.serve.writing.writer import Writer
 
@@ -55,8 +55,9 @@ class OneProcess:
     async def _apply(self, change: Change) -> Outcome:
         return (await asyncio.to_thread(self.service.apply, [change]))[0]
 
-    async def _decode(self, prompt: tuple[Prompt, AnswerStream]) -> None:
-        await asyncio.to_thread(self.worker.answer_batch, [prompt])
+    async def _decode(self, prompt: Prompt) -> AsyncIterator[AnswerState]:
+        async for (state,) in self.worker.decode_batch([prompt]):
+            yield state
 
 
 class Endpoint:

@@ -240,9 +240,9 @@ def test_an_evaluation_of_too_many_records_and_too_many_jobs_are_refused(tmp_pat
     ("record", "said"),
     [
         ({"rephrasings": ["x"] * 3, "unrelated": [FACTS[1]] * 2}, "6 facts in one evaluation; the limit is 5"),
-        ({"rephrasings": ["x" * 501]}, "record 0 has 501 characters; the limit is 500"),
-        ({"unrelated": [{"prompt": "x", "answer": "x" * 501}]}, "record 0 has 501 characters; the limit is 500"),
-        ({"answer": "x" * 501}, "record 0 has 501 characters; the limit is 500"),
+        ({"rephrasings": ["x" * 501]}, "501 characters in record 0; the limit is 500"),
+        ({"unrelated": [{"prompt": "x", "answer": "x" * 501}]}, "501 characters in record 0; the limit is 500"),
+        ({"answer": "x" * 501}, "501 characters in record 0; the limit is 500"),
     ],
 )
 def test_an_evaluation_is_limited_by_all_that_a_reader_would_be_asked(

@@ -12,7 +12,7 @@ from endpoints import make_bench, world_facts
 from malmen.export import ExportKind, verify_export
 from malmen.serve.messages import Change, Export, reply_or_raise
 from malmen.serve.settings import ServeConfig
-from malmen.serve.writing.exports import export_version
+from malmen.serve.writing.writer import export_version
 
 
 @pytest.mark.parametrize("kind", ["delta", "lora", "merged"])
