@@ -32,7 +32,7 @@ from malmen.lm.model import LanguageModel, encode_batches, load_lm
 from malmen.lm.trace import trace
 from malmen.serve.ledger.blobs import BlobStore
 from malmen.serve.ledger.ledger import Ledger
-from malmen.serve.messages import Change, Prompt, Sampling
+from malmen.serve.messages import Change, Prompt, Sampling, reply_or_raise
 from malmen.serve.reading import decoding
 from malmen.serve.reading.reader import Reader
 from malmen.serve.settings import GuardConfig
@@ -90,11 +90,10 @@ class Facts:
                      for index in range(self.used - number, self.used))  # fmt: skip
 
 
-def edit(service: EditService, facts: tuple[Fact, ...]) -> dict[str, Any]:
-    """One request."""
-    (found,) = service.apply([Change("benchmark", facts)])
-    assert isinstance(found, dict), found
-    return found
+def edit(service: EditService, facts: tuple[Fact, ...]) -> None:
+    """One request, which must be accepted."""
+    (outcome,) = service.apply([Change("benchmark", facts)])
+    reply_or_raise(outcome)
 
 
 def latencies(service: EditService, facts: Facts, history: list[int], times: int, progress: Progress) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class ReaderDeployment:
         async for state in self.worker.stream(prompt):
             yield state
 
-    @serve.batch(max_batch_size=16, batch_wait_timeout_s=0.005)
+    @cast(Any, serve.batch(max_batch_size=16, batch_wait_timeout_s=0.005))  # Ray's types know no generators
     async def _decode(self, prompts: list[Prompt]) -> AsyncIterator[list[AnswerState]]:
         async for states in self.worker.decode_batch(prompts):
             yield states
