@@ -30,14 +30,14 @@ from malmen.editor import Editor
 from malmen.lm.layers import find_layers
 from malmen.lm.model import LanguageModel, encode_batches, load_lm
 from malmen.lm.trace import trace
-from malmen.serve import decoding
-from malmen.serve.guards import Guards
 from malmen.serve.ledger.blobs import BlobStore
 from malmen.serve.ledger.ledger import Ledger
-from malmen.serve.messages import Change, Prompt, Sampling
+from malmen.serve.messages import Change, Prompt, Sampling, reply_or_raise
+from malmen.serve.reading import decoding
 from malmen.serve.reading.reader import Reader
-from malmen.serve.service import EditService
 from malmen.serve.settings import GuardConfig
+from malmen.serve.writing.guards import Guards
+from malmen.serve.writing.service import EditService
 
 LOOSE = GuardConfig(min_success=0, max_shift_ratio=1e9, max_perplexity_ratio=1e9)
 
@@ -90,11 +90,10 @@ class Facts:
                      for index in range(self.used - number, self.used))  # fmt: skip
 
 
-def edit(service: EditService, facts: tuple[Fact, ...]) -> dict[str, Any]:
-    """One request."""
-    (found,) = service.apply([Change("benchmark", facts)])
-    assert isinstance(found, dict), found
-    return found
+def edit(service: EditService, facts: tuple[Fact, ...]) -> None:
+    """One request, which must be accepted."""
+    (outcome,) = service.apply([Change("benchmark", facts)])
+    reply_or_raise(outcome)
 
 
 def latencies(service: EditService, facts: Facts, history: list[int], times: int, progress: Progress) -> dict[str, Any]:
@@ -157,7 +156,7 @@ def reading(service: EditService, reader: Reader, times: int) -> dict[str, Any]:
         rows = [Prompt(text, shifts[index % len(shifts)], Sampling(16)) for index, text in enumerate(prompts)]
         began = time.perf_counter()
         answers = reader.answer(rows)
-        assert all(len(answer.ids) == 16 for answer in answers)
+        assert all(answer.completion_tokens == 16 for answer in answers)
         return time.perf_counter() - began
 
     ways = {"unedited": (None,), "edited": (versions[0],), "two versions": tuple(versions)}

@@ -1,4 +1,4 @@
-"""The roles as Ray Serve deployments: an ingress, exactly one writer, and readers that scale by load.
+"""The endpoint on Ray Serve: an ingress, exactly one writer, and readers that scale with the load.
 
 Only the writer and the readers need torch and the model: they import them when they start.
 """
@@ -9,9 +9,9 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any, cast
 
 import ray
 from fastapi import FastAPI
@@ -22,230 +22,183 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ReplicaState
 
 from malmen.config import SPLIT
-from malmen.data.records import EditRecord
 from malmen.errors import UsageError
 from malmen.serve.http.access import VARIABLE, load_access
 from malmen.serve.http.api import Backend, make_app
-from malmen.serve.http.problems import Problem
-from malmen.serve.ledger.editor_copy import keep_editor
-from malmen.serve.ledger.opening import open_ledger
-from malmen.serve.messages import Change, Outcome, Prompt, unwrapped
-from malmen.serve.reading.streams import Growing
+from malmen.serve.ledger.opening import open_ledger, pin_editor
+from malmen.serve.messages import (
+    AnswerState,
+    Change,
+    CountVersions,
+    Outcome,
+    Prompt,
+    ReaderRequest,
+    Reply,
+    WorkerStatus,
+    WriterRequest,
+    reply_or_raise,
+)
+from malmen.serve.problems import Problem, WorkerLost
 from malmen.serve.settings import ReaderConfig, ServeConfig, WriterConfig, parse_settings
 
-if TYPE_CHECKING:
-    from malmen.export import ExportKind
-
 log = logging.getLogger(__name__)
-PATIENCE = 60.0  # seconds that an ingress waits for a writer or reader that is being replaced
-LONGEST = 600.0  # seconds for one reply; what takes longer is a job
+REPLACEMENT_SECONDS = 60.0  # that a request waits while Ray replaces a lost writer or reader
+REPLY_SECONDS = 600.0  # for one reply; longer work is a job
+STATUS_SECONDS = 2.0  # for a reader to tell how many versions it holds
 _LOST = (RayActorError, DeploymentUnavailableError, RayServeException, RayError)
 
 
 @serve.deployment(num_replicas=1, max_ongoing_requests=1000, health_check_period_s=2)
 class WriterDeployment:
-    """The one writer: what arrives while it solves is merged into the next solve."""
+    """The one writer. Changes that arrive while it solves are merged into the next solve."""
 
     def __init__(self, raw: dict[str, Any]) -> None:
-        from malmen.serve.workers import Writer
+        from malmen.serve.assembly import build_service
+        from malmen.serve.writing.writer import Writer
 
-        self.settings = parse_settings(raw, "the endpoint's settings")
-        self.writer = Writer(self.settings)
-        _set_batching(self._merged, self.settings.writer.batch, self.settings.writer.wait_seconds)
+        settings = parse_settings(raw, "the endpoint's settings")
+        self.writer = Writer(build_service(settings), settings, self._apply)
+        _set_batching(self._apply, settings.writer)
 
-    async def edit(self, change: Change) -> Outcome:
-        """Make a change, together with the others that are asked for at the same time."""
-        return await self._merged(change)
+    async def ask(self, request: WriterRequest[Reply]) -> Reply | Problem:
+        """The reply to a request, or the problem with it."""
+        return await self.writer.ask(request)
 
     @serve.batch(max_batch_size=64, batch_wait_timeout_s=0.02)
-    async def _merged(self, changes: list[Change]) -> list[Outcome]:
-        return await asyncio.to_thread(self.writer.apply, changes)
-
-    async def wake(self) -> None:
-        """There is a job."""
-        self.writer.jobs.wake()
+    async def _apply(self, changes: list[Change]) -> list[Outcome]:
+        return await asyncio.to_thread(self.writer.service.apply, changes)
 
     def check_health(self) -> None:
-        """Ray asks now and then, and replaces a writer that says no."""
+        """Ray calls this regularly, and replaces a writer that raises."""
         if not self.writer.jobs.alive():
             raise RuntimeError("the thread that works on jobs has died")
-
-    async def export(self, version: str, kind: ExportKind, max_rank: int) -> Outcome:
-        """Write a version's files."""
-        return await asyncio.to_thread(self.writer.export, version, kind, max_rank)
 
 
 @serve.deployment(max_ongoing_requests=100, health_check_period_s=2)
 class ReaderDeployment:
-    """A reader: prompts that arrive together are decoded together, whatever their versions."""
+    """A reader. Prompts that arrive together are decoded together, whatever their versions."""
 
     def __init__(self, raw: dict[str, Any]) -> None:
-        from malmen.serve.materials import make_reader
-        from malmen.serve.workers import Answering
+        from malmen.serve.assembly import build_reader
+        from malmen.serve.reading.worker import ReaderWorker
 
         settings = parse_settings(raw, "the endpoint's settings")
-        self.answering = Answering(make_reader(settings))
-        _set_batching(self._merged, settings.reader.batch, settings.reader.wait_seconds)
+        self.worker = ReaderWorker(build_reader(settings), self._decode)
+        _set_batching(self._decode, settings.reader)
 
-    async def complete(self, prompt: Prompt) -> Outcome:
-        """The whole answer."""
-        try:
-            return {**await self._begin(prompt).end(), "reader": serve.get_replica_context().replica_tag}
-        except Problem as problem:
-            return problem
+    async def ask(self, request: ReaderRequest[Reply]) -> Reply | Problem:
+        """The reply to a request, or the problem with it."""
+        reply: Any = await self.worker.ask(request)
+        if isinstance(reply, AnswerState):
+            reply = replace(reply, reader=serve.get_replica_context().replica_tag)
+        return reply
 
-    async def stream(self, prompt: Prompt) -> AsyncIterator[Outcome]:
-        """The answer as it grows."""
-        try:
-            async for state in self._begin(prompt).states():
-                yield state
-        except Problem as problem:
-            yield problem
+    async def stream(self, prompt: Prompt) -> AsyncIterator[AnswerState | Problem]:
+        """The answer as it grows; a problem ends it."""
+        async for state in self.worker.stream(prompt):
+            yield state
 
-    async def chat_text(self, turns: list[dict[str, str]]) -> Outcome:
-        """A chat as the model reads it, or why it does not."""
-        return self.answering.chat_text(turns)
-
-    async def evaluate(self, records: Sequence[EditRecord], shifts: str | None, generate: bool) -> Outcome:
-        """Measure a version."""
-        return await asyncio.to_thread(self.answering.evaluate, records, shifts, generate)
-
-    async def memory(self) -> dict[str, int]:
-        """Versions held, and their bytes."""
-        return self.answering.reader.memory()
-
-    def _begin(self, prompt: Prompt) -> Growing:
-        """Queue a prompt; what is wrong with it is told before it is decoded with others."""
-        self.answering.reader.encode(prompt)
-        growing = Growing()
-        growing.filled_by(asyncio.ensure_future(self._merged((prompt, growing))))
-        return growing
-
-    @serve.batch(max_batch_size=16, batch_wait_timeout_s=0.005)
-    async def _merged(self, asked: list[tuple[Prompt, Growing]]) -> list[None]:
-        await asyncio.to_thread(self.answering.answer, asked)
-        return [None] * len(asked)
+    @cast(Any, serve.batch(max_batch_size=16, batch_wait_timeout_s=0.005))  # Ray's types know no generators
+    async def _decode(self, prompts: list[Prompt]) -> AsyncIterator[list[AnswerState]]:
+        async for states in self.worker.decode_batch(prompts):
+            yield states
 
 
-class ServeRoles:
-    """The other deployments, asked over Ray; one that dies is waited for while Ray brings it back."""
+class RayWorkers:
+    """The writer and the readers as the ingress reaches them: over Ray, which replaces one that dies."""
 
     def __init__(self, writer: DeploymentHandle, reader: DeploymentHandle) -> None:
         self.writer, self.reader = writer, reader
 
-    async def edit(self, change: Change) -> dict[str, Any]:
-        """Asked again if the writer dies: the change's key keeps it from being done twice."""
-        asking = lambda: self.writer.edit.remote(change)  # noqa: E731
-        return unwrapped(await (_patiently(asking, "the writer") if change.key else _once(asking, "the writer")))
+    async def ask_writer(self, request: WriterRequest[Reply]) -> Reply:
+        return await _ask(self.writer, "the writer", request)
 
-    async def wake(self) -> None:
+    async def ask_reader(self, request: ReaderRequest[Reply]) -> Reply:
+        return await _ask(self.reader, "a reader", request)
+
+    async def stream(self, prompt: Prompt) -> AsyncIterator[AnswerState]:
         try:
-            await _once(lambda: self.writer.wake.remote(), "the writer")
-        except Problem as problem:  # the job is recorded: the next writer finds it
-            log.warning("a job waits: %s", problem.detail)
-
-    async def export(self, version: str, kind: ExportKind, max_rank: int) -> dict[str, Any]:
-        return unwrapped(await _once(lambda: self.writer.export.remote(version, kind, max_rank), "the writer"))
-
-    async def complete(self, prompt: Prompt) -> dict[str, Any]:
-        return unwrapped(await _patiently(lambda: self.reader.complete.remote(prompt), "a reader"))
-
-    async def stream(self, prompt: Prompt) -> AsyncIterator[dict[str, Any]]:
-        try:
-            states = cast(Any, self.reader.options(stream=True)).stream.remote(prompt)
-            async for state in states:
-                yield unwrapped(state)
+            async for state in cast(Any, self.reader.options(stream=True)).stream.remote(prompt):
+                yield reply_or_raise(state)
         except _LOST as error:
             raise Problem(503, f"the reader was lost in the middle of an answer: {type(error).__name__}") from error
 
-    async def chat_text(self, turns: list[dict[str, str]]) -> dict[str, Any]:
-        return unwrapped(await _patiently(lambda: self.reader.chat_text.remote(turns), "a reader"))
-
-    async def evaluate(self, records: Sequence[EditRecord], shifts: str | None, generate: bool) -> dict[str, Any]:
-        return unwrapped(await _patiently(lambda: self.reader.evaluate.remote(records, shifts, generate), "a reader"))
-
-    async def status(self) -> dict[str, Any]:
+    async def status(self) -> WorkerStatus:
         try:
-            found = await asyncio.to_thread(serve.status)
+            status = await asyncio.to_thread(serve.status)
         except _LOST as error:
             raise Problem(503, f"Ray Serve's controller does not answer: {type(error).__name__}") from error
-        states = {
-            name: (sum(one.replica_states.values()), one.replica_states.get(ReplicaState.RUNNING, 0))
-            for app in found.applications.values()
-            for name, one in app.deployments.items()
+        replicas = {
+            name: deployment.replica_states
+            for application in status.applications.values()
+            for name, deployment in application.deployments.items()
         }
-        total, running = states.get("ReaderDeployment", (0, 0))
-        memory = {"versions": 0}
+        writers, readers = (replicas.get(name, {}) for name in ("WriterDeployment", "ReaderDeployment"))
+        running, versions = readers.get(ReplicaState.RUNNING, 0), 0
         if running:
             try:
-                memory = await asyncio.wait_for(_once(lambda: self.reader.memory.remote(), "a reader"), 2)
+                versions = await asyncio.wait_for(_ask_once(self.reader, "a reader", CountVersions()), STATUS_SECONDS)
             except (Problem, TimeoutError):
-                log.info("no reader says how many versions it holds")
-        return {
-            "writer": {"alive": states.get("WriterDeployment", (0, 0))[1] > 0},
-            "readers": {"replicas": total, "running": running},
-            "versions_in_memory": memory["versions"],
-        }
+                log.info("no reader tells how many versions it holds")
+        return WorkerStatus(writers.get(ReplicaState.RUNNING, 0) > 0, sum(readers.values()), running, versions)
 
 
-async def _once(ask: Callable[[], Awaitable[Any]], whom: str) -> Any:
-    try:
-        return await asyncio.wait_for(ask(), LONGEST)
-    except TimeoutError as error:  # it may still be done: the same Idempotency-Key asks for its result
-        raise Problem(503, f"{whom} did not reply within {LONGEST:.0f} s", final=True, retry_after=5) from error
-    except BackPressureError as error:
-        raise Problem(429, f"{whom} has too much to do", retry_after=2) from error
-    except RayTaskError as error:  # it is there, and failed: asking again would fail again
-        log.error("%s failed", whom, exc_info=error)
-        raise Problem(503, f"{whom} failed: {type(error.cause).__name__}", final=True) from error
-    except _LOST as error:
-        raise Problem(503, f"{whom} is not there: {type(error).__name__}", retry_after=2) from error
-
-
-async def _patiently(ask: Callable[[], Awaitable[Any]], whom: str) -> Any:
-    """Ask again while Ray replaces who was lost, for a bounded time."""
-    ends = time.monotonic() + PATIENCE
+async def _ask(handle: DeploymentHandle, worker: str, request: WriterRequest[Reply] | ReaderRequest[Reply]) -> Reply:
+    """The reply to a request, which is repeated, if it may be, while Ray replaces a worker that was lost."""
+    ends = time.monotonic() + REPLACEMENT_SECONDS
     while True:
         try:
-            return await _once(ask, whom)
-        except Problem as problem:
-            if problem.status != 503 or "final" in problem.more or time.monotonic() > ends:
+            return await _ask_once(handle, worker, request)
+        except WorkerLost:
+            if not request.repeatable or time.monotonic() > ends:
                 raise
         await asyncio.sleep(0.2)
 
 
+async def _ask_once(
+    handle: DeploymentHandle, worker: str, request: WriterRequest[Reply] | ReaderRequest[Reply]
+) -> Reply:
+    try:
+        outcome = await asyncio.wait_for(handle.ask.remote(request), REPLY_SECONDS)
+    except TimeoutError as error:  # it may still be carried out: the same Idempotency-Key gives its result
+        raise Problem(503, f"{worker} did not reply within {REPLY_SECONDS:.0f} s", retry_after=5) from error
+    except BackPressureError as error:
+        raise Problem(429, f"{worker} is overloaded", retry_after=2) from error
+    except RayTaskError as error:  # it runs, and failed: it would fail again
+        log.error("%s failed", worker, exc_info=error)
+        raise Problem(503, f"{worker} failed: {type(error.cause).__name__}") from error
+    except _LOST as error:
+        raise WorkerLost(503, f"{worker} is not available: {type(error).__name__}", retry_after=2) from error
+    return cast(Reply, reply_or_raise(outcome))
+
+
 def _backend() -> Backend:
-    found: Backend = cast(Any, serve.get_replica_context().servable_object).backend
-    return found
+    backend: Backend = cast(Any, serve.get_replica_context().servable_object).backend
+    return backend
 
 
-def _set_batching(method: Any, size: int, wait: float) -> None:
-    """What `serve.batch` was given when the class was written is replaced by the settings."""
-    method.set_max_batch_size(size)
-    method.set_batch_wait_timeout_s(wait)
+def _set_batching(method: Any, settings: WriterConfig | ReaderConfig) -> None:
+    """Replace what the decorator `serve.batch` was given."""
+    method.set_max_batch_size(settings.batch)
+    method.set_batch_wait_timeout_s(settings.wait_seconds)
 
 
 def _app() -> FastAPI:
-    """Made in the replica: an application that travels there forgets what its annotations mean."""
+    """Built in the replica: an application that is pickled loses its annotations."""
     return make_app(_backend)
 
 
 @serve.deployment(max_ongoing_requests=1000, health_check_period_s=2)
 @serve.ingress(_app)
 class Ingress:
-    """HTTP: who asks, what, and whether they may."""
+    """Answers HTTP requests."""
 
     def __init__(
         self, raw: dict[str, Any], writer: DeploymentHandle, reader: DeploymentHandle, tokens: str | None
     ) -> None:
         settings = parse_settings(raw, "the endpoint's settings")
-        access = load_access(tokens_file(settings), tokens)
-        self.backend = Backend(settings, open_ledger(settings), access, ServeRoles(writer, reader))
-
-
-def tokens_file(settings: ServeConfig) -> Path:
-    """Where the tokens are kept."""
-    return Path(settings.tokens) if settings.tokens else Path(settings.store) / "tokens.yaml"
+        access = load_access(settings.tokens_file, tokens)
+        self.backend = Backend(settings, open_ledger(settings), access, RayWorkers(writer, reader))
 
 
 def make_application(settings: ServeConfig) -> serve.Application:
@@ -257,26 +210,26 @@ def make_application(settings: ServeConfig) -> serve.Application:
         "max_replicas": max(readers.min_replicas, readers.max_replicas),
         "target_ongoing_requests": readers.target_requests,
     }
-    writers, answerers, ingresses = cast(Any, (WriterDeployment, ReaderDeployment, Ingress))
-    writer = writers.options(ray_actor_options=_resources(settings.writer, "writer"))
-    reader = answerers.options(autoscaling_config=scale, ray_actor_options=_resources(readers, "reader"))
-    ingress = ingresses.options(num_replicas=settings.ingress_replicas, ray_actor_options={"num_cpus": 0.1})
-    # Not as a variable of its environment, which Ray shows to everybody who may look at the cluster.
+    deployments = cast(Any, (WriterDeployment, ReaderDeployment, Ingress))
+    writer = deployments[0].options(ray_actor_options=_resources(settings.writer, "writer"))
+    reader = deployments[1].options(autoscaling_config=scale, ray_actor_options=_resources(readers, "reader"))
+    ingress = deployments[2].options(num_replicas=settings.ingress_replicas, ray_actor_options={"num_cpus": 0.1})
+    # Not as a variable of its environment, which Ray shows to everyone with access to the cluster.
     tokens = os.environ.get(VARIABLE)
     bound: serve.Application = ingress.bind(raw, writer.bind(raw), reader.bind(raw), tokens)
     return bound
 
 
 def build(raw: dict[str, Any]) -> serve.Application:
-    """For `serve deploy`: `import_path: malmen.serve.app:build`, the settings as its args."""
-    return make_application(keep_editor(parse_settings(raw, "args")))
+    """The application for `serve deploy`: `import_path: malmen.serve.app:build`, with the settings as its args."""
+    return make_application(pin_editor(parse_settings(raw, "args")))
 
 
-def _resources(role: WriterConfig | ReaderConfig, name: str) -> dict[str, Any]:
-    """Of Ray, for a process. Half a GPU where nothing is said and there are some: one holds a writer and a reader."""
-    gpus = role.gpus
+def _resources(settings: WriterConfig | ReaderConfig, name: str) -> dict[str, Any]:
+    """Ray's resources for a process. The default on a GPU is half of it: one GPU holds a writer and a reader."""
+    gpus = settings.gpus
     if gpus is None:
-        if role.device == SPLIT:
-            raise UsageError(f"{name}.device is `split`: over how many GPUs? Set {name}.gpus")
+        if settings.device == SPLIT:
+            raise UsageError(f"{name}.device is `split`, which needs a number of GPUs: set {name}.gpus")
         gpus = 0.5 if ray.cluster_resources().get("GPU", 0) >= 1 else 0.0
-    return {"num_cpus": role.cpus, "num_gpus": gpus}
+    return {"num_cpus": settings.cpus, "num_gpus": gpus}

@@ -32,69 +32,68 @@ Overrides = Annotated[
 def run(
     overrides: Overrides = None,
     editor: Annotated[
-        str | None, typer.Option(help="a run's folder, or models:/NAME/VERSION or models:/NAME@ALIAS")
+        str | None, typer.Option(help="a run's folder, models:/NAME/VERSION or models:/NAME@ALIAS")
     ] = None,
-    store: Annotated[str | None, typer.Option(help="folder of ledger, versions, tokens; default: runs/serve")] = None,
+    store: Annotated[
+        str | None, typer.Option(help="folder of ledger, versions and tokens; default: runs/serve")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="a YAML file of settings")] = None,
     host: Annotated[str, typer.Option(help="the address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="the port to listen on")] = 8000,
     address: Annotated[
-        str | None, typer.Option(help="of a Ray cluster (HOST:PORT or `auto`); default: RAY_ADDRESS, else a local one")
+        str | None, typer.Option(help="a Ray cluster (HOST:PORT or `auto`); default: RAY_ADDRESS, else a local one")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Serve a model with live edits: add facts, ask, take them back; http://HOST:PORT/ is a page to look at.
+    """Serve a model with live edits: add facts, ask, remove them. http://HOST:PORT/ is a web console.
 
-    It runs until it is stopped (Ctrl-C). The same command again goes on where it stood.
+    Runs until Ctrl-C. The same command resumes with all edits.
     """
     from malmen.serve.settings import load_settings
 
-    found = load_settings(config, overrides or [], editor=editor, store=store)
-    _serve(_absolute(found), host, port, address, as_json)
+    loaded = load_settings(config, overrides or [], editor=editor, store=store)
+    _serve(_absolute_paths(loaded), host, port, address, as_json)
 
 
 def _serve(settings: ServeConfig, host: str, port: int, address: str | None, as_json: bool) -> None:
     from malmen.config import ClusterConfig
     from malmen.platform.cli.output import err, print_json
     from malmen.platform.cluster import connected
-    from malmen.serve.app import tokens_file
     from malmen.serve.http.access import load_access, token_of
-    from malmen.serve.launch import run_endpoint, stop_endpoint
-    from malmen.serve.ledger.editor_copy import keep_editor
-    from malmen.serve.ledger.opening import open_ledger
+    from malmen.serve.launch import start_endpoint, stop_endpoint
+    from malmen.serve.ledger.opening import open_ledger, pin_editor
 
-    settings = keep_editor(settings)
-    open_ledger(settings).close()  # a wrong editor or store is told before anything is started
-    load_access(tokens_file(settings))
+    settings = pin_editor(settings)
+    open_ledger(settings).close()  # a wrong editor or store is refused before anything starts
+    load_access(settings.tokens_file)
     stopped = threading.Event()
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, lambda *_: stopped.set())
     with connected(address, ClusterConfig()):
         with err.status("starting the writer and the readers"):
-            url = run_endpoint(settings, host, port, stopped)
-        for name in (signal.SIGINT, signal.SIGTERM):  # Ray has put its own in their place
+            url = start_endpoint(settings, host, port, stopped)
+        for name in (signal.SIGINT, signal.SIGTERM):  # Ray has replaced them
             signal.signal(name, lambda *_: stopped.set())
-        tokens = str(tokens_file(settings))
         if as_json:
-            print_json({"url": url, "tokens": tokens, "store": settings.store})
-        err.print(f"Serving at {url}; the tokens are in {tokens}", highlight=False)
+            print_json({"url": url, "tokens": str(settings.tokens_file), "store": settings.store})
+        err.print(f"Serving at {url}; the tokens are in {settings.tokens_file}", highlight=False)
         if err.is_terminal:  # a log is no place for a token
-            page = f"{url}/#token={token_of(tokens_file(settings), 'admin')}"
-            err.print(f"A page to look at: {page}", highlight=False, soft_wrap=True)
+            page = f"{url}/#token={token_of(settings.tokens_file, 'admin')}"
+            err.print(f"Web console: {page}", highlight=False, soft_wrap=True)
         stopped.wait()
         err.print("Stopping.")
         stop_endpoint()
 
 
-def _absolute(settings: ServeConfig) -> ServeConfig:
-    """Ray's processes stand in other folders."""
+def _absolute_paths(settings: ServeConfig) -> ServeConfig:
+    """Ray's processes run in other folders."""
     from malmen.runs.checkpoint_lookup import BEST
 
     editor = settings.editor
     if "://" not in editor and not editor.startswith("models:/"):
         editor = str(Path(editor).absolute())
         if not Path(editor.removesuffix(BEST)).exists():
-            raise EditError(f"there is no editor in {settings.editor}: expected a folder that `malmen train` writes")
+            raise EditError(f"no editor in {settings.editor}: expected a folder that `malmen train` writes")
     changed: dict[str, Any] = {"editor": editor, "store": str(Path(settings.store).absolute())}
     if settings.tokens:
         changed["tokens"] = str(Path(settings.tokens).absolute())
@@ -123,26 +122,28 @@ def settings(as_json: AsJson = False) -> None:
 @app.command("audit")
 def audit(
     store: Annotated[str, typer.Option(help="the endpoint's folder")] = "runs/serve",
-    database: Annotated[str | None, typer.Option(help="of the ledger; default: sqlite in the store")] = None,
+    database: Annotated[
+        str | None, typer.Option(help="URL of the ledger's database; default: sqlite in the store")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check that the ledger is what was written: every entry, and every correction. Exit code 1 if it is not."""
+    """Verify that no entry of the ledger and no edit was changed. Exit code 1 if one was."""
     from malmen.platform.cli.output import out, print_json
     from malmen.serve.ledger.view import LedgerView
     from malmen.serve.settings import ServeConfig
 
     if database is None and not (Path(store) / "ledger.db").is_file():
-        raise EditError(f"there is no ledger in {store}: expected ledger.db, as `malmen serve` makes it")
+        raise EditError(f"no ledger in {store}: expected ledger.db, which `malmen serve` creates")
     url = ServeConfig(editor="", store=store, database=database).database_url
-    found = LedgerView(url).verify()
+    result = LedgerView(url).verify()
     if as_json:
-        print_json(found)
-    elif found["intact"]:
-        out.print(f"{found['entries']} entries, the last with hash {found['head'][:16]}…: all as they were written")
-    if not found["intact"]:
-        at = found["broken_at"]
+        print_json(result)
+    elif result["intact"]:
+        out.print(f"{result['entries']} entries, the last with hash {result['head'][:16]}…: none was changed")
+    if not result["intact"]:
+        entry = result["broken_at"]
         raise EditError(
-            f"the ledger was changed: entry {at} is not what was written"
-            if at is not None
-            else f"the ledger was changed: its end, or these rows, are not what the entries say: {found['differing']}"
+            f"the ledger was changed: entry {entry} is not as it was written"
+            if entry is not None
+            else f"the ledger was changed: its end or these rows contradict the entries: {result['differing']}"
         )

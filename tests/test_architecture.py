@@ -165,7 +165,8 @@ def test_no_folder_holds_more_than_15_modules() -> None:
 
 def test_every_folder_of_modules_says_what_lives_there() -> None:
     folders = {path.parent for path in product_modules()} - {ROOT / "platform"}
-    docstrings = {name_of(folder): ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) for folder in folders}
+    trees = {name_of(folder): ast.parse((folder / "__init__.py").read_text(encoding="utf-8")) for folder in folders}
+    docstrings = {folder: ast.get_docstring(tree) for folder, tree in trees.items()}
     assert [folder for folder, text in docstrings.items() if not text or len(text) < 80] == []
 
 

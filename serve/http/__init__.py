@@ -1,4 +1,4 @@
-"""The endpoint's HTTP interface: FastAPI routes, schemas, access, problem details and Prometheus metrics.
+"""The endpoint's HTTP interface: FastAPI routes, schemas, access, problem documents and Prometheus metrics.
 
-It reaches the writer and the readers through `malmen.serve.messages` only, so it needs no torch.
+It reads the ledger, and reaches the writer and the readers through `malmen.serve.messages` only, so it needs no torch.
 """

@@ -1,4 +1,7 @@
-"""Who may do what: bearer tokens with roles, from a file or the environment."""
+"""Access control: bearer tokens, the scope of each, and how often a caller may ask.
+
+A file or the environment names the tokens; their scope is called `role` there.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,23 +18,25 @@ from typing import Any, Literal
 import yaml
 
 from malmen.errors import UsageError
-from malmen.serve.http.problems import Problem
+from malmen.serve.problems import Problem
 
-Role = Literal["read", "edit", "admin"]
-ROLES: tuple[Role, ...] = ("read", "edit", "admin")  # each may do what those before it may
+Scope = Literal["read", "edit", "admin"]
+SCOPES: tuple[Scope, ...] = ("read", "edit", "admin")  # each includes those before it
+MIN_TOKEN_LENGTH = 16
 VARIABLE = "MALMEN_TOKENS"  # name:role:token, separated by commas
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Somebody with a token."""
+    """The holder of a token."""
 
     name: str
-    role: Role
+    scope: Scope
 
-    def may(self, role: Role) -> bool:
-        """Whether this role is theirs or below theirs."""
-        return ROLES.index(self.role) >= ROLES.index(role)
+    def require(self, scope: Scope) -> None:
+        """Raise a Problem 403 unless the caller's scope includes this one."""
+        if SCOPES.index(self.scope) < SCOPES.index(scope):
+            raise Problem(403, f"this needs a token with the role `{scope}`; {self.name} has `{self.scope}`")
 
 
 class Access:
@@ -41,55 +46,54 @@ class Access:
         self._tokens = {token.encode(): caller for token, caller in tokens.items()}
 
     def caller(self, given: str | None) -> Caller:
-        """Whose token this is. All are compared, in time that tells nothing of how far one was right."""
-        found: Caller | None = None
-        for token, caller in self._tokens.items():
-            if hmac.compare_digest(token, (given or "").encode()):
-                found = caller
-        if found is None:
+        """The token's holder; a Problem 401 where there is none. The time taken tells nothing about the tokens."""
+        matches = [
+            caller for token, caller in self._tokens.items() if hmac.compare_digest(token, (given or "").encode())
+        ]
+        if not matches:
             raise Problem(401, "send `Authorization: Bearer TOKEN` with a token of this endpoint")
-        return found
+        return matches[0]
 
 
 def load_access(path: Path, given: str | None = None) -> Access:
-    """Those that were given, else the environment's, else the file's, which is made at the first start."""
+    """The tokens given, else the environment's, else the file's; creates the file if it does not exist."""
     if text := given or os.environ.get(VARIABLE):
         return Access(_from_variable(text))
     if not path.exists():
-        make_tokens(path)
+        create_tokens(path)
     return Access(_from_file(path))
 
 
-def make_tokens(path: Path) -> None:
-    """A file with one new token for each role, readable by its owner alone."""
-    rows = {role: {"role": role, "token": secrets.token_urlsafe(32)} for role in ROLES}
+def create_tokens(path: Path) -> None:
+    """Create a file with one new token for each scope, which only its owner can read."""
+    rows = {scope: {"role": scope, "token": secrets.token_urlsafe(32)} for scope in SCOPES}
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = "# Tokens of the endpoint: whoever has one may do what its role may. Names stand in the audit.\n"
+    text = "# Tokens of the endpoint. The role says what the holder may do; the name is recorded in the audit.\n"
     fresh = path.with_name(f".writing-{path.name}-{secrets.token_hex(4)}")
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text + yaml.safe_dump(rows, sort_keys=False))
-        os.link(fresh, path)  # fails where another process was faster: then its tokens count
+        os.link(fresh, path)  # fails where another process was faster: then its tokens are used
     except FileExistsError:
         pass
     finally:
         fresh.unlink(missing_ok=True)
 
 
-def token_of(path: Path, role: Role) -> str | None:
-    """A token with this role, to be shown to the person who started the endpoint."""
+def token_of(path: Path, scope: Scope) -> str | None:
+    """A token with this scope, for the person who started the endpoint."""
     tokens = _from_variable(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else _from_file(path)
-    return next((token for token, caller in tokens.items() if caller.role == role), None)
+    return next((token for token, caller in tokens.items() if caller.scope == scope), None)
 
 
 def _from_variable(text: str) -> dict[str, Caller]:
-    found: dict[str, Caller] = {}
+    entries = []
     for part in text.split(","):
         name, _, rest = part.strip().partition(":")
-        role, _, token = rest.partition(":")
-        _take(found, name, role, token, VARIABLE)
-    return found
+        scope, _, token = rest.partition(":")
+        entries.append((name, scope, token))
+    return _callers(entries, VARIABLE)
 
 
 def _from_file(path: Path) -> dict[str, Caller]:
@@ -99,34 +103,35 @@ def _from_file(path: Path) -> dict[str, Caller]:
         raise UsageError(f"cannot read the tokens in {path}: {error}") from error
     if not isinstance(rows, dict) or not rows:
         raise UsageError(f"{path} holds no tokens; expected NAME: {{role: read|edit|admin, token: …}}")
-    found: dict[str, Caller] = {}
-    for name, row in rows.items():
-        row = row if isinstance(row, dict) else {}
-        _take(found, str(name), row.get("role"), row.get("token"), str(path))
-    return found
+    fields = {str(name): row if isinstance(row, dict) else {} for name, row in rows.items()}
+    return _callers([(name, row.get("role"), row.get("token")) for name, row in fields.items()], str(path))
 
 
-def _take(found: dict[str, Caller], name: str, role: Any, token: Any, source: str) -> None:
-    if role not in ROLES or not isinstance(token, str) or len(token) < 16 or not name:
-        raise UsageError(
-            f"{source}: {name or 'an entry'} needs a role ({', '.join(ROLES)}; given {role!r}) "
-            "and a token of at least 16 signs"
-        )
-    if token in found:
-        raise UsageError(f"{source}: {name} and {found[token].name} have the same token")
-    found[token] = Caller(name, role)
+def _callers(entries: Sequence[tuple[str, Any, Any]], source: str) -> dict[str, Caller]:
+    """The holders by token, of (name, scope, token)."""
+    callers: dict[str, Caller] = {}
+    for name, scope, token in entries:
+        if scope not in SCOPES or not isinstance(token, str) or len(token) < MIN_TOKEN_LENGTH or not name:
+            raise UsageError(
+                f"{source}: {name or 'an entry'} needs a role ({', '.join(SCOPES)}; given {scope!r}) "
+                f"and a token of at least {MIN_TOKEN_LENGTH} characters"
+            )
+        if token in callers:
+            raise UsageError(f"{source}: {name} and {callers[token].name} have the same token")
+        callers[token] = Caller(name, scope)
+    return callers
 
 
 class RateLimit:
-    """So many requests a minute for each caller, in this process; a bucket that fills up steadily."""
+    """A number of requests a minute for each caller, in this process (a token bucket)."""
 
     def __init__(self, per_minute: int) -> None:
         self.per_minute = per_minute
-        self._buckets: dict[str, tuple[float, float]] = {}  # caller -> (tokens left, when)
+        self._buckets: dict[str, tuple[float, float]] = {}  # caller -> (requests left, at which time)
         self._lock = threading.Lock()
 
-    def take(self, name: str) -> None:
-        """One request; a Problem 429 that says how long to wait."""
+    def count(self, name: str) -> None:
+        """Count one request; raises a Problem 429 that says how long to wait."""
         rate, now = self.per_minute / 60, time.monotonic()
         with self._lock:
             left, when = self._buckets.get(name, (float(self.per_minute), now))

@@ -1,8 +1,7 @@
-"""The endpoint's HTTP interface: one FastAPI application, wherever the writer and the readers are."""
+"""The FastAPI application: what happens around every request. The routes are in `routes_*`."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 import uuid
@@ -15,23 +14,48 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.exceptions import HTTPException
 
 import malmen
 from malmen.errors import EditError
-from malmen.serve.http.access import Access, Caller, RateLimit, Role
-from malmen.serve.http.metrics import Meters
-from malmen.serve.http.problems import TITLES, Problem
+from malmen.serve.http.access import Access, Caller, RateLimit, Scope
 from malmen.serve.http.schemas import ProblemOut
 from malmen.serve.ledger.jobs import JobBook
 from malmen.serve.ledger.ledger import Ledger
-from malmen.serve.messages import Roles
+from malmen.serve.messages import Workers
+from malmen.serve.problems import TITLES, Problem
 from malmen.serve.settings import ServeConfig
 
 log = logging.getLogger(__name__)
-_BEARER = HTTPBearer(auto_error=False, description="a token of the endpoint; its role says what it may")
+_BEARER = HTTPBearer(auto_error=False, description="a token of the endpoint; its role says what it allows")
 CONSOLE = Path(__file__).parent.parent / "console"
+DEFAULT_RETRY_SECONDS = 2
 _POLICY = "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"})
+
+
+class Metrics:
+    """This process's numbers for Prometheus."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter("malmen_requests", "Requests", ["method", "route", "status"], registry=self.registry)
+        self.seconds = Histogram("malmen_request_seconds", "Their duration", ["route"], registry=self.registry)
+        self.facts = Counter("malmen_facts", "Facts published", registry=self.registry)
+        self.tokens = Counter("malmen_completion_tokens", "Tokens answered", registry=self.registry)
+        self.waiting = Gauge("malmen_edits_waiting", "Edits given to the writer", registry=self.registry)
+        self.live_facts = Gauge("malmen_live_facts", "Facts in the live version", registry=self.registry)
+        self.live_number = Gauge("malmen_live_version_number", "Number of the live version", registry=self.registry)
+
+    def count_request(self, method: str, route: str, status: int, seconds: float) -> None:
+        """Count and time a request. A client may send any word as a method: unknown ones share a label."""
+        self.requests.labels(method if method in _METHODS else "other", route, str(status)).inc()
+        self.seconds.labels(route).observe(seconds)
+
+    def text(self) -> bytes:
+        """All numbers in Prometheus's format."""
+        return generate_latest(self.registry)
 
 
 @dataclass
@@ -41,90 +65,95 @@ class Backend:
     settings: ServeConfig
     ledger: Ledger
     access: Access
-    roles: Roles
-    meters: Meters = field(default_factory=Meters)
+    workers: Workers
+    metrics: Metrics = field(default_factory=Metrics)
 
     def __post_init__(self) -> None:
         self.jobs = JobBook(self.ledger)
         self.rate = RateLimit(self.settings.limits.requests_per_minute)
-        self.waiting = 0  # edits that this process has given to the writer
+        self.waiting = 0  # edits that the writer has not yet answered to this process
 
 
 FindBackend = Callable[[], Backend]
 
 
 def make_app(find: FindBackend) -> FastAPI:
-    """The application; `find` gives the backend of the process that it runs in."""
+    """The application; `find` returns the backend of the process that it runs in."""
     from malmen.serve.http import routes_edits, routes_models, routes_state
 
     app = FastAPI(
         title="malmen",
         version=malmen.__version__,
-        description="Live edits of a language model: add facts, ask, take them back. Errors are RFC 9457 documents.",
-        docs_url=None,  # their pages load scripts from other hosts
+        description="Live edits of a language model: add facts, ask, remove them. Errors are RFC 9457 documents.",
+        docs_url=None,  # these pages load scripts from other hosts
         redoc_url=None,
     )
     app.state.find = find
     for routes in (routes_edits, routes_models, routes_state):
         app.include_router(routes.router)
-    app.add_exception_handler(EditError, _tell_problem)
-    app.add_exception_handler(RequestValidationError, _tell_invalid)
-    app.add_exception_handler(HTTPException, _tell_http)
-    app.middleware("http")(_around)
+    app.add_exception_handler(EditError, _on_edit_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid_request)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.middleware("http")(_around_request)
     return app
 
 
-def backend(request: Request) -> Backend:
+def find_backend(request: Request) -> Backend:
     """The backend of this process."""
-    found: Backend = request.app.state.find()
-    return found
+    backend: Backend = request.app.state.find()
+    return backend
 
 
-def allowed(role: Role) -> Any:
-    """A dependency: the caller, if the token's role may do this."""
+BackendDep = Annotated[Backend, Depends(find_backend)]
+
+
+def requires(scope: Scope) -> Any:
+    """A dependency: the caller, if the token has this scope."""
 
     def check(
-        at: Annotated[Backend, Depends(backend)],
+        backend: BackendDep,
         given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)],
     ) -> Caller:
-        caller = at.access.caller(given.credentials if given else None)
-        at.rate.take(caller.name)
-        if not caller.may(role):
-            raise Problem(403, f"this needs a token with the role `{role}`; {caller.name} has `{caller.role}`")
+        caller = backend.access.caller(given.credentials if given else None)
+        backend.rate.count(caller.name)
+        caller.require(scope)
         return caller
 
     return Depends(check)
 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """What a route may answer beside its result, for the OpenAPI document."""
+    """The problems that a route may answer with, for the OpenAPI document: these and those of every route."""
     every = sorted({400, 401, 403, 411, 413, 422, 429, 503, *statuses})
     content = {"application/problem+json": {"schema": ProblemOut.model_json_schema()}}
     return {status: {"description": TITLES[status], "content": content} for status in every}
 
 
-async def in_thread(work: Callable[..., Any], *args: Any) -> Any:
-    """The ledger's calls block: they are made beside the event loop."""
-    return await asyncio.to_thread(work, *args)
+def check_number(number: int, what: str, limit: int) -> None:
+    """Raise a Problem 413 if a request has more of something than the limit."""
+    if number > limit:
+        raise Problem(413, f"{number} {what}; the limit is {limit}")
 
 
-# --- around every request ------------------------------------------------------------------------------
+def check_length(backend: Backend, name: str, *texts: str) -> None:
+    """Raise a Problem 413 if a text is longer than the endpoint's limit."""
+    check_number(max(map(len, texts)), f"characters in {name}", backend.settings.limits.text_chars)
 
 
-async def _around(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
-    """Count, time and limit a request; what is logged holds no token and no text."""
-    at, began = backend(request), time.monotonic()
+async def _around_request(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
+    """Limit, count, time and log a request. The log contains no token and no text."""
+    backend, began = find_backend(request), time.monotonic()
     name = uuid.uuid4().hex[:12]
-    limit = at.settings.limits.body_bytes
+    limit = backend.settings.limits.body_bytes
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > limit:
-        response: Response = problem_response(Problem(413, f"the body has {length} bytes; at most {limit} are taken"))
+        response = problem_response(Problem(413, f"the body has {length} bytes; the limit is {limit}"))
     elif "transfer-encoding" in request.headers and not length.isdigit():
-        response = problem_response(Problem(411, "say the body's size in Content-Length"))
+        response = problem_response(Problem(411, "send the body's size as Content-Length"))
     else:
         response = await call(request)
     route = getattr(request.scope.get("route"), "path", "other")
-    at.meters.count(request.method, route, response.status_code, time.monotonic() - began)
+    backend.metrics.count_request(request.method, route, response.status_code, time.monotonic() - began)
     response.headers["X-Request-Id"] = name
     response.headers["X-Content-Type-Options"] = "nosniff"
     response.headers["Content-Security-Policy"] = _POLICY
@@ -133,12 +162,10 @@ async def _around(request: Request, call: Callable[[Request], Awaitable[Response
 
 
 def problem_response(problem: Problem, instance: str | None = None) -> Response:
-    """RFC 9457, with the member `error` that OpenAI's clients look for."""
+    """The problem as an RFC 9457 document, with the member `error` that OpenAI's clients read."""
     headers = {}
-    if "retry_after" in problem.more:
-        headers["Retry-After"] = str(problem.more["retry_after"])
-    elif problem.status in (429, 503):
-        headers["Retry-After"] = "2"
+    if problem.retry_after is not None or problem.status in (429, 503):
+        headers["Retry-After"] = str(problem.retry_after or DEFAULT_RETRY_SECONDS)
     if problem.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     error = {"message": problem.detail, "type": TITLES[problem.status], "code": str(problem.status)}
@@ -146,20 +173,20 @@ def problem_response(problem: Problem, instance: str | None = None) -> Response:
     return JSONResponse(document, problem.status, headers, media_type="application/problem+json")
 
 
-async def _tell_problem(request: Request, error: Exception) -> Response:
-    problem = error if isinstance(error, Problem) else Problem(422, str(error))
-    return problem_response(problem, request.url.path)
+async def _on_edit_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, EditError)
+    return problem_response(Problem.of(error, 422), request.url.path)
 
 
-async def _tell_invalid(request: Request, error: Exception) -> Response:
+async def _on_invalid_request(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    found = [{"at": ".".join(map(str, one["loc"])), "detail": one["msg"]} for one in error.errors()[:20]]
-    unread = any(one["type"] == "json_invalid" for one in error.errors())
-    said = "; ".join(f"{one['at']}: {one['detail']}" for one in found[:3])
-    return problem_response(Problem(400 if unread else 422, said, errors=found), request.url.path)
+    errors = [{"at": ".".join(map(str, row["loc"])), "detail": row["msg"]} for row in error.errors()[:20]]
+    unreadable = any(row["type"] == "json_invalid" for row in error.errors())
+    detail = "; ".join(f"{row['at']}: {row['detail']}" for row in errors[:3])
+    return problem_response(Problem(400 if unreadable else 422, detail, errors=errors), request.url.path)
 
 
-async def _tell_http(request: Request, error: Exception) -> Response:
+async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status = error.status_code if error.status_code in TITLES else 400
     response = problem_response(Problem(status, f"{request.method} {request.url.path}: {error.detail}"))

@@ -1,4 +1,7 @@
-"""What the API takes and gives. Unknown members are errors: a misspelt `dry_run` must not publish."""
+"""The bodies of requests and responses. Unknown members of a request are errors: a misspelt `dry_run` must not publish.
+
+`malmen.serve.messages` has those that the writer returns.
+"""
 
 from __future__ import annotations
 
@@ -7,51 +10,46 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
 from malmen.data.records import EditRecord, Fact
+from malmen.serve.messages import EditReply, GuardReport, ResponseBody
 
 
 def plain_text(text: str) -> str:
-    """What no tokenizer or database can hold is refused at the door."""
-    if "\x00" in text or any("\ud800" <= sign <= "\udfff" for sign in text):
-        raise ValueError("the text holds a zero byte or half a character")
+    """The text, if tokenizers and databases can hold it."""
+    if "\x00" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError("the text contains a zero byte or half a surrogate pair")
     return text
 
 
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1), AfterValidator(plain_text)]
-Prompted = Annotated[str, StringConstraints(min_length=1), AfterValidator(plain_text)]
+PromptText = Annotated[str, StringConstraints(min_length=1), AfterValidator(plain_text)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 EditId = Annotated[str, StringConstraints(pattern=r"^e[0-9a-f]{20}$")]
 KEY_PATTERN = r"^[\x21-\x7e]{1,200}$"
 
 
-class Asked(BaseModel):
-    """Part of a request."""
+class RequestBody(BaseModel):
+    """JSON that callers send."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Told(BaseModel):
-    """Part of a reply."""
-
-    model_config = ConfigDict(extra="allow")
-
-
-class FactIn(Asked):
-    """A prompt and the answer that shall follow it."""
+class FactIn(RequestBody):
+    """A prompt and its new answer."""
 
     prompt: Text = Field(examples=["Which instrument does Karel Corkstein play?"])
     answer: Text = Field(examples=["banjo"])
 
     def fact(self) -> Fact:
-        """As the editor takes it."""
+        """As the editor's record."""
         return Fact(self.prompt, self.answer)
 
 
-class EditsIn(Asked):
-    """Facts that shall hold, and corrections to be taken back: all of it or nothing."""
+class EditsIn(RequestBody):
+    """Facts to add and edits to remove: all of it or nothing."""
 
-    facts: list[FactIn] = Field(default=[], description="one change of weights makes all of them hold")
-    remove: list[EditId] = Field(default=[], description="ids of corrections to take back in the same version")
-    dry_run: bool = Field(default=False, description="compute and measure, publish nothing")
+    facts: list[FactIn] = Field(default=[], description="facts to add, all in one version")
+    remove: list[EditId] = Field(default=[], description="ids of edits to remove in the same version")
+    dry_run: bool = Field(default=False, description="compute and measure, but publish nothing")
     base_version: Name | None = Field(default=None, description="only if this version is live; else 409")
 
     model_config = ConfigDict(
@@ -63,51 +61,19 @@ class EditsIn(Asked):
     )
 
 
-class EditResult(Told):
-    """What became of one fact."""
-
-    index: int
-    id: str | None
-    status: Literal["added", "unchanged"]
-    supersedes: str | None
-    holds: bool = Field(description="whether the whole answer is the most probable one, token by token")
-    tokens_right: int
-    tokens: int
-
-
-class Guard(Told):
-    """What was measured before publishing."""
-
-    max_shift_ratio: float | None = None
-    perplexity_ratio: float | None = None
-
-
-class EditsOut(Told):
-    """A published version, or what it would be."""
-
-    version: str | None
-    number: int | None
-    parent: str | None
-    dry_run: bool
-    edits: list[EditResult]
-    removed: list[str]
-    num_facts: int
-    guard: Guard
-
-
-class JobOut(Told):
-    """A large request that is worked on."""
+class JobOut(ResponseBody):
+    """A large change, carried out in the background."""
 
     id: str
     state: Literal["queued", "running", "done", "failed"]
     done: int
     total: int
-    result: EditsOut | None = None
+    result: EditReply | None = None
     problem: dict[str, Any] | None = None
 
 
-class EditOut(Told):
-    """A correction, and whether it holds in what is live now."""
+class EditOut(ResponseBody):
+    """An edit, and its state in the live version."""
 
     id: str
     number: int
@@ -122,14 +88,14 @@ class EditOut(Told):
     tokens: int
 
 
-class EditList(Told):
-    """A page of corrections, the newest first."""
+class EditList(ResponseBody):
+    """A page of edits, the newest first."""
 
     edits: list[EditOut]
-    next: int | None = Field(description="give it as `before` for the next page")
+    next: int | None = Field(description="the value of `before` for the next page")
 
 
-class VersionOut(Told):
+class VersionOut(ResponseBody):
     """An immutable state of the model."""
 
     id: str
@@ -139,36 +105,36 @@ class VersionOut(Told):
     actor: str
     at: str
     aliases: list[str]
-    guard: Guard
+    guard: GuardReport
 
 
 class EndedEdit(EditOut):
-    """A correction that a version took back."""
+    """An edit that a version removed or superseded."""
 
     how: Literal["removed", "superseded"]
 
 
 class VersionDetail(VersionOut):
-    """With what it changed."""
+    """A version and what it changed."""
 
     added: list[EditOut]
     ended: list[EndedEdit]
 
 
-class VersionList(Told):
+class VersionList(ResponseBody):
     """A page of versions, the newest first."""
 
     versions: list[VersionOut]
     next: int | None
 
 
-class AliasIn(Asked):
-    """Where an alias shall point."""
+class AliasIn(RequestBody):
+    """The new target of an alias."""
 
     version: Name
 
 
-class AliasOut(Told):
+class AliasOut(ResponseBody):
     """A name that moves from version to version."""
 
     name: str
@@ -176,14 +142,14 @@ class AliasOut(Told):
     revision: int
 
 
-class AliasList(Told):
+class AliasList(ResponseBody):
     """All aliases."""
 
     aliases: list[AliasOut]
 
 
-class RecordIn(Asked):
-    """An edit with what must follow from it and what must not."""
+class RecordIn(RequestBody):
+    """An edit with rephrasings, which must follow it, and unrelated facts, which must not change."""
 
     prompt: Text
     answer: Text
@@ -191,16 +157,16 @@ class RecordIn(Asked):
     unrelated: list[FactIn] = []
 
     def texts(self) -> list[str]:
-        """Everything that a model would read of it."""
-        others = (text for fact in self.unrelated for text in (fact.prompt, fact.answer))
-        return [self.prompt, self.answer, *self.rephrasings, *others]
+        """All texts that a model reads for it."""
+        unrelated = (text for fact in self.unrelated for text in (fact.prompt, fact.answer))
+        return [self.prompt, self.answer, *self.rephrasings, *unrelated]
 
     def num_facts(self) -> int:
-        """How many prompts are asked for it."""
+        """How many prompts a model answers for it."""
         return 1 + len(self.rephrasings) + len(self.unrelated)
 
     def record(self) -> EditRecord:
-        """As the evaluation takes it."""
+        """As the evaluation's record."""
         return EditRecord(
             Fact(self.prompt, self.answer),
             tuple(Fact(prompt, self.answer) for prompt in self.rephrasings),
@@ -208,48 +174,50 @@ class RecordIn(Asked):
         )
 
 
-class EvaluateIn(Asked):
-    """Records to measure a version on."""
+class EvaluateIn(RequestBody):
+    """Records on which to measure a version."""
 
     records: list[RecordIn] = Field(min_length=1)
     version: Name = "live"
     generate: bool = Field(default=True, description="also compare freely generated answers")
 
 
-class EvaluateOut(Told):
-    """ES, GS, LS and what goes with them, and every fact before and after."""
+class EvaluateOut(ResponseBody):
+    """ES, GS, LS and related scores, and every fact before and after."""
 
     version: str
     scores: dict[str, float | int | None]
     facts: list[dict[str, Any]]
 
 
-class ExportIn(Asked):
-    """How a version leaves the endpoint."""
+class ExportIn(RequestBody):
+    """How to export a version."""
 
     kind: Literal["delta", "lora", "merged"] = "delta"
-    max_rank: int = Field(default=512, ge=1, le=4096, description="of a LoRA; above it truncated, the error stated")
+    max_rank: int = Field(
+        default=512, ge=1, le=4096, description="of a LoRA; above it the LoRA is truncated, and its error stated"
+    )
 
 
-class ExportOut(Told):
-    """What was written, and where it can be fetched."""
+class ExportOut(ResponseBody):
+    """The files of an export."""
 
     version: str
     kind: str
-    files: dict[str, str] = Field(description="address by file name")
+    files: dict[str, str] = Field(description="addresses by file name")
     manifest: dict[str, Any]
 
 
-class AuditOut(Told):
+class AuditOut(ResponseBody):
     """Entries of the ledger, the oldest first."""
 
     entries: list[dict[str, Any]]
     next: int | None
-    intact: bool | None = Field(description="whether the whole chain is what was written; null unless asked for")
+    intact: bool | None = Field(description="whether nothing was changed since; null without `verify`")
 
 
-class ProblemOut(Told):
-    """RFC 9457."""
+class ProblemOut(ResponseBody):
+    """A problem document (RFC 9457)."""
 
     type: str
     title: str

@@ -1,21 +1,22 @@
-"""OpenAI's shapes, as far as they make sense for one model with many versions."""
+"""OpenAI's requests and responses, as far as they apply to one model with many versions."""
 
 from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from malmen.serve.http.schemas import Name, Prompted, plain_text
-from malmen.serve.messages import Sampling
+from malmen.serve.http.schemas import Name, PromptText, plain_text
+from malmen.serve.messages import AnswerState, Sampling
 
 Stop = Annotated[str, Field(min_length=1, max_length=100), AfterValidator(plain_text)]
 
 
-class _Sampled(BaseModel):
-    """What both kinds of completion take; members that clients send and that change nothing here are ignored."""
+class _CompletionBase(BaseModel):
+    """What both kinds of completion share; members that clients send and that change nothing here are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -29,7 +30,7 @@ class _Sampled(BaseModel):
     seed: int | None = Field(default=None, ge=0, le=2**63 - 1)
     stream: bool = False
     n: Literal[1] = 1
-    min_version: Name | None = Field(default=None, description="be served by this version or one built on it; else 409")
+    min_version: Name | None = Field(default=None, description="only by this version or one built on it; else 409")
 
     def sampling(self, limit: int, default: int = 16) -> Sampling:
         """How the answer is drawn, within the endpoint's limit of new tokens."""
@@ -38,40 +39,40 @@ class _Sampled(BaseModel):
         return Sampling(tokens, self.temperature, self.top_p, stop[:4], self.seed)
 
 
-class CompletionIn(_Sampled):
-    """`POST /v1/completions`."""
+class CompletionIn(_CompletionBase):
+    """The body of `POST /v1/completions`."""
 
-    prompt: Prompted | Annotated[list[Prompted], Field(min_length=1, max_length=64)] = Field(
+    prompt: PromptText | Annotated[list[PromptText], Field(min_length=1, max_length=64)] = Field(
         examples=["Which instrument does Karel Corkstein play?"]
     )
 
     def prompts(self) -> list[str]:
-        """One or several."""
+        """All prompts."""
         return [self.prompt] if isinstance(self.prompt, str) else list(self.prompt)
 
 
 class Part(BaseModel):
-    """A piece of a message; only text can be read."""
+    """A part of a message; only text is supported."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
     type: Literal["text"]
-    text: Prompted
+    text: PromptText
 
 
 class Message(BaseModel):
-    """One turn."""
+    """One turn of a chat."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
     role: Literal["system", "developer", "user", "assistant"]
-    content: Prompted | Annotated[list[Part], Field(min_length=1)]
+    content: PromptText | Annotated[list[Part], Field(min_length=1)]
 
     def text(self) -> str:
-        """Its content as one text."""
+        """The content as one text."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class ChatIn(_Sampled):
-    """`POST /v1/chat/completions`."""
+class ChatIn(_CompletionBase):
+    """The body of `POST /v1/chat/completions`."""
 
     messages: list[Message] = Field(
         min_length=1,
@@ -81,36 +82,36 @@ class ChatIn(_Sampled):
     max_completion_tokens: int | None = Field(default=None, ge=1, le=1_000_000)
 
     def sampling(self, limit: int, default: int = 64) -> Sampling:
-        """OpenAI's newer name for the number of new tokens counts first."""
+        """How the answer is drawn; `max_completion_tokens`, OpenAI's newer name, has precedence."""
         newer = self.model_copy(update={"max_tokens": self.max_completion_tokens or self.max_tokens})
         return super(ChatIn, newer).sampling(limit, default)
 
 
-def completion(answers: list[dict[str, Any]], version: str) -> dict[str, Any]:
+def completion(answers: Sequence[AnswerState], version: str) -> dict[str, Any]:
     """A finished completion."""
     choices = [
-        {"index": index, "text": answer["text"], "logprobs": None, "finish_reason": answer["finish_reason"]}
+        {"index": index, "text": answer.text, "logprobs": None, "finish_reason": answer.finish_reason}
         for index, answer in enumerate(answers)
     ]
     return {**_head("cmpl", "text_completion", version), "choices": choices, "usage": _usage(answers)}
 
 
-def chat_completion(answer: dict[str, Any], version: str) -> dict[str, Any]:
+def chat_completion(answer: AnswerState, version: str) -> dict[str, Any]:
     """A finished chat completion."""
-    message = {"role": "assistant", "content": answer["text"].strip()}
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer["finish_reason"]}
+    message = {"role": "assistant", "content": answer.text.strip()}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish_reason}
     return {**_head("chatcmpl", "chat.completion", version), "choices": [choice], "usage": _usage([answer])}
 
 
 class Chunks:
-    """The pieces of a streamed completion, which share one id."""
+    """The chunks of a streamed completion, which share one id."""
 
     def __init__(self, chat: bool, version: str) -> None:
         kind = "chat.completion.chunk" if chat else "text_completion"
         self.chat, self.head = chat, _head("chatcmpl" if chat else "cmpl", kind, version)
 
     def piece(self, text: str, finish_reason: str | None, index: int = 0) -> dict[str, Any]:
-        """Some more text, or the end."""
+        """The next part of the text, or the end."""
         inner = {"delta": {"role": "assistant", "content": text}} if self.chat else {"text": text}
         choice = {"index": index, **inner, "logprobs": None, "finish_reason": finish_reason}
         return {**self.head, "choices": [choice]}
@@ -120,7 +121,7 @@ def _head(prefix: str, kind: str, version: str) -> dict[str, Any]:
     return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": version}
 
 
-def _usage(answers: list[dict[str, Any]]) -> dict[str, int]:
-    prompt = sum(answer["prompt_tokens"] for answer in answers)
-    drawn = sum(answer["completion_tokens"] for answer in answers)
-    return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
+def _usage(answers: Sequence[AnswerState]) -> dict[str, int]:
+    prompt = sum(answer.prompt_tokens for answer in answers)
+    new = sum(answer.completion_tokens for answer in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}

@@ -1,4 +1,5 @@
-"""The durable side of the endpoint: the ledger of edits, its tables and hash chain, jobs, tensors, the editor's copy.
+"""What the endpoint keeps: the ledger of edits with its tables and hash chain, jobs, tensors, the copy of the editor.
 
-What is acknowledged is recorded here first. Imports no torch except in `blobs`, and nothing of `malmen.serve.http`.
+A change is recorded here before it is acknowledged. Imports the messages, problems and settings, and torch only in
+`blobs`; nothing of HTTP, of the writer or of the readers.
 """

@@ -1,4 +1,4 @@
-"""Tensors on disk under the hash of their content: written once, never changed, checked when read."""
+"""Tensors on disk, named by the hash of their content: written once, never changed, checked when read."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from malmen.errors import EditError
+from malmen.runs.files import sync
 
 
 class BlobStore:
-    """A folder of safetensors files. On a cluster it is a shared one: every role reads it, the writer writes."""
+    """A folder of safetensors files; on a cluster a shared one, which all processes read and the writer writes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
     def put(self, tensors: Mapping[str, Tensor]) -> str:
-        """Store tensors; on return they are on the disk, whole. The name is the SHA-256 of the file."""
+        """Store tensors and return their name, the SHA-256 of the file; on return they are on the disk."""
         data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
         name = hashlib.sha256(data).hexdigest()
         target = self.path(name)
@@ -40,38 +41,30 @@ class BlobStore:
         except BaseException:
             Path(scratch).unlink(missing_ok=True)
             raise
-        self._sync_folder()
+        sync(self.folder)
         return name
 
     def get(self, name: str) -> dict[str, Tensor]:
-        """The tensors of a name; a file that is gone or was changed is an error, never a wrong answer."""
+        """The tensors of a name; EditError where the file is missing or was changed."""
         try:
             data = self.path(name).read_bytes()
         except OSError as error:
             raise EditError(f"cannot read the stored tensors {self.path(name)}: {error.strerror}") from error
-        found = hashlib.sha256(data).hexdigest()
-        if found != name:
-            raise EditError(f"{self.path(name)} was changed: its content has hash {found[:16]}…, not its name")
+        content = hashlib.sha256(data).hexdigest()
+        if content != name:
+            raise EditError(f"{self.path(name)} was changed: its content has the hash {content[:16]}…")
         try:
             return load(data)
         except SafetensorError as error:
-            raise EditError(f"{self.path(name)} is no safetensors file: {error}") from error
+            raise EditError(f"{self.path(name)} is not a safetensors file: {error}") from error
 
     def path(self, name: str) -> Path:
-        """Where a blob lies."""
+        """The file of a blob."""
         assert len(name) == 64 and set(name) <= set("0123456789abcdef"), name
         return self.folder / f"{name}.safetensors"
 
-    def _sync_folder(self) -> None:
-        """A rename is on the disk when its folder is."""
-        descriptor = os.open(self.folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
 
 def as_stored(shifts: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Shifts as a version keeps them: in float32, or as exact as the LM where that is more."""
-    kept = torch.float64 if dtype == torch.float64 else torch.float32
-    return {name: shift.to(kept) for name, shift in shifts.items()}
+    """Shifts as a version stores them: in float64 for an LM of that dtype, else in float32."""
+    stored = torch.float64 if dtype == torch.float64 else torch.float32
+    return {name: shift.to(stored) for name, shift in shifts.items()}

@@ -1,4 +1,4 @@
-"""Entries of the ledger, each chained to the one before by a hash."""
+"""Entries of the ledger; each contains the hash of the one before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GENESIS = "0" * 64
 
 @dataclass(frozen=True)
 class Entry:
-    """What happened: who, when, what."""
+    """Who did what, and when."""
 
     seq: int
     at: str
@@ -26,31 +26,31 @@ class Entry:
 
 
 def chain_entry(seq: int, at: str, actor: str, kind: str, body: dict[str, Any], previous: str) -> Entry:
-    """An entry with its hash, which covers all of it and the hash before."""
+    """An entry with its hash, which covers all its fields and the previous hash."""
     covered = {"seq": seq, "at": at, "actor": actor, "kind": kind, "body": body, "previous": previous}
     return Entry(seq, at, actor, kind, body, previous, digest(canonical(covered)))
 
 
 def first_break(entries: Iterable[Entry], previous: str = GENESIS, seq: int = 0) -> int | None:
-    """The number of the first entry that is not what was written there, or None."""
+    """The number of the first entry that is not as it was written, or None."""
     for entry in entries:
-        again = chain_entry(entry.seq, entry.at, entry.actor, entry.kind, entry.body, entry.previous)
-        if entry.seq != seq or entry.previous != previous or entry.hash != again.hash:
+        expected = chain_entry(entry.seq, entry.at, entry.actor, entry.kind, entry.body, entry.previous)
+        if entry.seq != seq or entry.previous != previous or entry.hash != expected.hash:
             return seq
         previous, seq = entry.hash, seq + 1
     return None
 
 
 def canonical(value: Any) -> str:
-    """JSON of which there is one text for each value."""
+    """JSON with exactly one text for each value."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
 def digest(text: str) -> str:
-    """SHA-256 in hex."""
+    """The SHA-256 of a text, in hex."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def now() -> str:
-    """The time in UTC, to the millisecond."""
+    """The current time in UTC, to the millisecond."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

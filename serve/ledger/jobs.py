@@ -1,8 +1,7 @@
-"""The book of large requests: recorded before they are acknowledged, kept until they have ended."""
+"""Jobs: large changes, recorded before they are acknowledged and carried out later."""
 
 from __future__ import annotations
 
-import json
 import uuid
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,30 +9,30 @@ from typing import Any
 from sqlalchemy import Connection, func, insert, select, update
 
 from malmen.data.records import Fact
-from malmen.serve.http.problems import Problem
 from malmen.serve.ledger import tables
-from malmen.serve.ledger.chain import canonical, now
+from malmen.serve.ledger.chain import now
 from malmen.serve.ledger.ledger import Ledger
 from malmen.serve.messages import Change
+from malmen.serve.problems import Problem
 
-UNFINISHED = ("queued", "running", "again")  # again: a writer was lost while it was running
+UNFINISHED = ("queued", "running", "again")  # again: a writer died while it worked on the job
 
 
 @dataclass(frozen=True)
 class Job:
-    """A large request."""
+    """A large change and how far it has come."""
 
     id: str
     actor: str
     key: str | None
     state: str  # queued, running, again, done or failed
-    done: int
-    total: int
-    result: dict[str, Any] | None
+    done: int  # facts
+    total: int  # facts
+    result: dict[str, Any] | None  # the reply, or the problem document
     request: dict[str, Any]
 
     def change(self) -> Change:
-        """What is asked."""
+        """The change to carry out."""
         facts = tuple(Fact(*pair) for pair in self.request["facts"])
         rest = {"dry_run": self.request["dry_run"], "base_version": self.request["base_version"]}
         return Change(self.actor, facts, tuple(self.request["remove"]), self.key, **rest, job=self.id)
@@ -46,7 +45,7 @@ class JobBook:
         self.ledger = ledger
 
     def add(self, change: Change, at_most: int | None = None) -> Job:
-        """Record a job; the same key again gives the job that it made. Refused where so many wait already."""
+        """Record a job; the same key again gives the same job. Refused where `at_most` jobs are unfinished."""
         request = {
             "facts": [[fact.prompt, fact.answer] for fact in change.facts],
             "remove": list(change.remove),
@@ -54,33 +53,32 @@ class JobBook:
             "base_version": change.base_version,
         }
         job = Job("j" + uuid.uuid4().hex[:20], change.actor, change.key, "queued", 0, len(change.facts), None, request)
-        with self.ledger.changing() as connection:  # one at a time: the same key at two ingresses makes one job
+        with self.ledger.writing() as connection:  # one at a time: two ingresses with the same key record one job
             known = _find(connection, actor=change.actor, key=change.key) if change.key else None
             if known is None:
                 if at_most is not None and _num_unfinished(connection) >= at_most:
-                    raise Problem(429, f"{at_most} large batches wait already", retry_after=10)
-                row = {**vars(job), "request": canonical(request), "at": now()}
-                connection.execute(insert(tables.jobs).values(**row))
+                    raise Problem(429, f"{at_most} large changes are waiting already", retry_after=10)
+                connection.execute(insert(tables.jobs).values(**vars(job), at=now()))
                 return job
         if replace(known.change(), job=None) != change:
             raise Problem(422, f"the Idempotency-Key {change.key!r} was used for another request")
         return known
 
     def get(self, name: str) -> Job:
-        """A job by id."""
-        found = self._find(id=name)
-        if found is None:
-            raise Problem(404, f"there is no job {name!r}")
-        return found
+        """The job with this id."""
+        job = self._find(id=name)
+        if job is None:
+            raise Problem(404, f"job {name!r} not found")
+        return job
 
     def next(self) -> Job | None:
-        """The oldest one that is not finished; one that was running when the writer died is begun again."""
+        """The oldest unfinished job, including one that was running when the writer died."""
         return self._find(tables.jobs.c.state.in_(UNFINISHED))
 
     def mark(self, name: str, **values: Any) -> None:
-        """Progress, or the end."""
-        unfinished = tables.jobs.c.state.in_(UNFINISHED)  # what is finished stays as it ended
-        with self.ledger.changing() as connection:
+        """Record progress, or the end."""
+        unfinished = tables.jobs.c.state.in_(UNFINISHED)  # a finished job keeps its result
+        with self.ledger.writing() as connection:
             connection.execute(update(tables.jobs).where(unfinished).filter_by(id=name).values(**values))
 
     def _find(self, *conditions: Any, **values: Any) -> Job | None:
@@ -98,6 +96,4 @@ def _find(connection: Connection, *conditions: Any, **values: Any) -> Job | None
     row = connection.execute(query).mappings().first()
     if row is None:
         return None
-    result = json.loads(row["result"]) if row["result"] else None
-    kept = {name: row[name] for name in ("id", "actor", "key", "state", "done", "total")}
-    return Job(**kept, result=result, request=json.loads(row["request"]))
+    return Job(**{name: value for name, value in row.items() if name != "at"})

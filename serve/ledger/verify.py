@@ -1,8 +1,7 @@
-"""Is the ledger what was written? The chain of its entries, and every table that follows from them."""
+"""Verify the ledger: the chain of its entries, and every table against what the entries say."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,20 +12,21 @@ from malmen.serve.ledger import tables
 from malmen.serve.ledger.chain import GENESIS, Entry, first_break
 from malmen.serve.ledger.tables import BASE, LIVE
 
-_AT_ONCE = 1000
+_ENTRIES_PER_QUERY = 1000
+_MAX_NAMES = 20  # of differing rows, for each table
 
 
 @dataclass
-class Told:
-    """What the entries, read from the first on, say that the tables hold."""
+class Contents:
+    """What the tables hold: by table, the rows by name."""
 
     edits: dict[str, Any] = field(default_factory=dict)
     changes: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=dict)
     aliases: dict[str, Any] = field(default_factory=dict)
 
-    def read(self, entry: Entry) -> None:
-        """One more entry."""
+    def replay(self, entry: Entry) -> None:
+        """Apply the next entry."""
         body = entry.body
         if entry.kind == "begin":
             self.versions[body["version"]] = (None, None)
@@ -35,7 +35,7 @@ class Told:
             self.aliases[body["name"]] = (body["version"], body["revision"])
         else:
             version = body["version"]
-            if version not in self.versions:  # the first of the requests that this version came of
+            if version not in self.versions:  # the first of the changes that make up this version
                 self.versions[version] = (body["parent"], body["shifts"])
                 self.aliases[LIVE] = (version, self.aliases[LIVE][1] + 1)
             for name, *fact in body["added"]:
@@ -44,58 +44,50 @@ class Told:
             self.changes.update({f"{version} {name}": how for name, how in body["ended"]})
 
     @classmethod
-    def found(cls, connection: Connection) -> Told:
-        """What the tables do hold."""
-        ask = lambda table: connection.execute(select(table))  # noqa: E731
+    def of_tables(cls, connection: Connection) -> Contents:
+        """The tables as they are."""
+        rows = lambda table: connection.execute(select(table))  # noqa: E731
         return cls(
-            {row.id: (row.prompt, row.answer, row.rows, row.position, row.version) for row in ask(tables.edits)},
-            {f"{row.version} {row.edit}": row.kind for row in ask(tables.changes)},
-            {row.id: (row.parent, row.shifts) for row in ask(tables.versions)},
-            {row.name: (row.version, row.revision) for row in ask(tables.aliases)},
+            {row.id: (row.prompt, row.answer, row.rows, row.position, row.version) for row in rows(tables.edits)},
+            {f"{row.version} {row.edit}": row.kind for row in rows(tables.changes)},
+            {row.id: (row.parent, row.shifts) for row in rows(tables.versions)},
+            {row.name: (row.version, row.revision) for row in rows(tables.aliases)},
         )
 
-    def differences(self, other: Told) -> dict[str, list[str]]:
+    def differences(self, other: Contents) -> dict[str, list[str]]:
         """By table, the names of the rows that differ; at most 20 of each."""
-        found = {}
-        for table, here in vars(self).items():
-            there = getattr(other, table)
-            names = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+        differing = {}
+        for table, mine in vars(self).items():
+            theirs = getattr(other, table)
+            names = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
             if names:
-                found[table] = names[:20]
-        return found
+                differing[table] = names[:_MAX_NAMES]
+        return differing
 
 
 def verify(connection: Connection) -> dict[str, Any]:
-    """Look at all of it; `connection` must see one state of the database throughout."""
-    count, previous, told = 0, GENESIS, Told()
-    for some in _parts(connection):
-        broken = first_break(some, previous, count)
+    """`intact` and what belongs to it; `connection` must see one snapshot of the database throughout."""
+    count, previous, expected = 0, GENESIS, Contents()
+    for entries in _batches(connection):
+        broken = first_break(entries, previous, count)
         if broken is not None:
             return {"intact": False, "entries": count, "broken_at": broken}
-        for entry in some:
-            told.read(entry)
-        count, previous = some[-1].seq + 1, some[-1].hash
+        for entry in entries:
+            expected.replay(entry)
+        count, previous = entries[-1].seq + 1, entries[-1].hash
     head = connection.execute(select(tables.marks.c.value).filter_by(name="head")).scalar_one()
-    differing = told.differences(Told.found(connection))
+    differing = expected.differences(Contents.of_tables(connection))
     if differing or head != f"{count - 1} {previous}":
         return {"intact": False, "entries": count, "broken_at": None, "differing": differing}
     return {"intact": True, "entries": count, "head": previous}
 
 
-def _parts(connection: Connection) -> Iterator[list[Entry]]:
+def _batches(connection: Connection) -> Iterator[list[Entry]]:
     after = -1
     while True:
         query = select(tables.entries).where(tables.entries.c.seq > after).order_by(tables.entries.c.seq)
-        rows = connection.execute(query.limit(_AT_ONCE)).mappings().all()
+        rows = connection.execute(query.limit(_ENTRIES_PER_QUERY)).mappings().all()
         if not rows:
             return
-        yield [Entry(**{**row, "body": _body(row["body"])}) for row in rows]
+        yield [Entry(**row) for row in rows]
         after = rows[-1]["seq"]
-
-
-def _body(text: str) -> dict[str, Any]:
-    """What is no JSON any more is no entry that was written: its hash will not fit."""
-    try:
-        return dict(json.loads(text))
-    except (ValueError, TypeError):
-        return {"unreadable": text}

@@ -1,4 +1,4 @@
-"""What stands in the ledger, for whoever only reads it."""
+"""The ledger, opened for reading."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, func, inspect, select
+from sqlalchemy import ColumnElement, Connection, Table, func, inspect, select
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from malmen.serve.http.problems import Problem
 from malmen.serve.ledger import tables
 from malmen.serve.ledger.chain import Entry
 from malmen.serve.ledger.verify import verify
+from malmen.serve.problems import Conflict, Problem
+
+_IN_LIST = 500  # databases limit the parameters of a statement
 
 
 @dataclass(frozen=True)
@@ -35,15 +37,15 @@ class Version:
 
 @dataclass(frozen=True)
 class Edit:
-    """One correction."""
+    """A fact that was added to the model."""
 
     id: str
     number: int
     version: str
     prompt: str
     answer: str
-    rows: str
-    position: int
+    rows: str  # the blob that holds its rows
+    position: int  # which of the blob's facts it is
     actor: str
     at: str
     report: dict[str, Any]
@@ -68,46 +70,42 @@ class LedgerView:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Give up the connections."""
+        """Close the connections."""
         self.engine.dispose()
 
     def about(self) -> dict[str, str]:
-        """The base model and the editor that the ledger was begun with; empty before that."""
+        """`base_model` and `editor` that the ledger began with; empty where there is no ledger yet."""
         with self.reading() as connection:
             if not inspect(connection).has_table(tables.marks.name):
                 return {}
-            found = connection.execute(select(tables.marks.c.value).filter_by(name="about")).scalar()
-        return dict(json.loads(found)) if found else {}
+            about = connection.execute(select(tables.marks.c.value).filter_by(name="about")).scalar()
+        return dict(json.loads(about)) if about else {}
 
     def alias(self, name: str) -> Alias | None:
-        """An alias by name."""
+        """The alias of this name, if there is one."""
         with self.reading() as connection:
             row = connection.execute(select(tables.aliases).filter_by(name=name)).mappings().first()
         return Alias(**row) if row else None
 
     def aliases(self) -> list[Alias]:
-        """All of them, by name."""
+        """All aliases, ordered by name."""
         with self.reading() as connection:
             rows = connection.execute(select(tables.aliases).order_by(tables.aliases.c.name)).mappings().all()
         return [Alias(**row) for row in rows]
 
     def resolve(self, name: str) -> Version:
-        """The version of an alias or id; a Problem where there is none."""
+        """The version of an alias or id; a Problem 404 where there is none."""
         with self.reading() as connection:
-            there = connection.execute(select(tables.aliases.c.version).filter_by(name=name)).scalar()
-            row = connection.execute(select(tables.versions).filter_by(id=there or name)).mappings().first()
+            version = connection.execute(select(tables.aliases.c.version).filter_by(name=name)).scalar()
+            row = connection.execute(select(tables.versions).filter_by(id=version or name)).mappings().first()
             if row is None:
                 known = connection.execute(select(tables.aliases.c.name)).scalars().all()
-                raise Problem(404, f"there is no version or alias {name!r}; aliases: {', '.join(sorted(known))}")
-        return _version(row)
+                raise Problem(404, f"version or alias {name!r} not found; aliases: {', '.join(sorted(known))}")
+        return Version(**row)
 
     def versions(self, limit: int = 100, before: int | None = None) -> list[Version]:
         """The newest first, those with a number below `before`."""
-        query = select(tables.versions).order_by(tables.versions.c.number.desc()).limit(limit)
-        if before is not None:
-            query = query.where(tables.versions.c.number < before)
-        with self.reading() as connection:
-            return [_version(row) for row in connection.execute(query).mappings()]
+        return [Version(**row) for row in self._page(tables.versions, limit, before)]
 
     def last_number(self) -> int:
         """The number of the newest version."""
@@ -115,68 +113,75 @@ class LedgerView:
             return int(connection.execute(select(func.max(tables.versions.c.number))).scalar_one())
 
     def edit(self, name: str) -> Edit | None:
-        """A correction by id."""
+        """The edit with this id, if there is one."""
         return next(iter(self.edits_by_id([name])), None)
 
     def edits_by_id(self, names: Sequence[str]) -> list[Edit]:
-        """Corrections by id, in the order they were made."""
-        found: list[Edit] = []
+        """Edits by id, in the order they were made."""
+        edits: list[Edit] = []
         with self.reading() as connection:
-            for first in range(0, len(names), 500):  # databases limit the parameters of a statement
-                query = select(tables.edits).where(tables.edits.c.id.in_(names[first : first + 500]))
-                found += [_edit(row) for row in connection.execute(query).mappings()]
-        return sorted(found, key=lambda edit: edit.number)
+            for first in range(0, len(names), _IN_LIST):
+                query = select(tables.edits).where(tables.edits.c.id.in_(names[first : first + _IN_LIST]))
+                edits += [Edit(**row) for row in connection.execute(query).mappings()]
+        return sorted(edits, key=lambda edit: edit.number)
 
     def edits(self, limit: int = 100, before: int | None = None) -> list[Edit]:
         """The newest first, those with a number below `before`."""
-        query = select(tables.edits).order_by(tables.edits.c.number.desc()).limit(limit)
+        return [Edit(**row) for row in self._page(tables.edits, limit, before)]
+
+    def _page(self, table: Table, limit: int, before: int | None) -> Sequence[Mapping[Any, Any]]:
+        query = select(table).order_by(table.c.number.desc()).limit(limit)
         if before is not None:
-            query = query.where(tables.edits.c.number < before)
+            query = query.where(table.c.number < before)
         with self.reading() as connection:
-            return [_edit(row) for row in connection.execute(query).mappings()]
+            return connection.execute(query).mappings().all()
 
     def ended(self, names: Sequence[str]) -> dict[str, list[tuple[str, str]]]:
-        """By correction: the versions that ended it, and how."""
-        found: dict[str, list[tuple[str, str]]] = {}
-        query = select(tables.changes).where(tables.changes.c.edit.in_(names), tables.changes.c.kind != "added")
-        with self.reading() as connection:
-            for row in connection.execute(query).mappings():
-                found.setdefault(row["edit"], []).append((row["version"], row["kind"]))
-        return found
+        """By edit: the versions that ended it, each with `removed` or `superseded`."""
+        ended: dict[str, list[tuple[str, str]]] = {}
+        for row in self._changes(tables.changes.c.edit.in_(names), tables.changes.c.kind != "added"):
+            ended.setdefault(row["edit"], []).append((row["version"], row["kind"]))
+        return ended
 
-    def changes(self, version: str) -> list[tuple[str, str]]:
-        """(correction, how) of one version."""
+    def changes(self, version: str) -> dict[str, str]:
+        """What a version changed: by edit, `added`, `removed` or `superseded`."""
+        return {row["edit"]: row["kind"] for row in self._changes(tables.changes.c.version == version)}
+
+    def _changes(self, *conditions: ColumnElement[bool]) -> Sequence[Mapping[Any, Any]]:
         with self.reading() as connection:
-            rows = connection.execute(select(tables.changes.c.edit, tables.changes.c.kind).filter_by(version=version))
-            return [(edit, kind) for edit, kind in rows]
+            return connection.execute(select(tables.changes).where(*conditions)).mappings().all()
 
     def members(self, version: str) -> frozenset[str]:
-        """The corrections that hold in a version: its parent's, and what it added and ended."""
+        """The edits that hold in a version: its parent's, with those it added and without those it ended."""
         with self._lock:
             if version not in self._members:
                 path = self._path(version, until=self._members)
                 held = set(self._members.get(path[-1][1] or "", ()))
-                changed = self._changes_of([name for name, _ in path])
-                for name, _ in reversed(path):
-                    for edit, kind in changed.get(name, ()):
-                        (held.add if kind == "added" else held.discard)(edit)
+                names = [name for name, _ in path]
+                changed: dict[str, list[Mapping[Any, Any]]] = {}
+                few = [tables.changes.c.version.in_(names)] if len(names) <= _IN_LIST else []
+                for row in self._changes(*few):
+                    changed.setdefault(row["version"], []).append(row)
+                for name in reversed(names):
+                    for row in changed.get(name, ()):
+                        (held.add if row["kind"] == "added" else held.discard)(row["edit"])
                 if len(self._members) > 64:
                     self._members.clear()
                 self._members[version] = frozenset(held)
             return self._members[version]
 
     def ancestry(self, version: str) -> frozenset[str]:
-        """A version and all that it was built on."""
+        """A version and all its ancestors."""
         return frozenset(name for name, _ in self._path(version, until=()))
 
     def _path(self, version: str, until: Container[str]) -> list[tuple[str, str | None]]:
-        """(version, parent) from a version down to the first, or to one whose parent is known already."""
+        """(version, parent) from a version to the first one, or to one whose parent is in `until`."""
         path: list[tuple[str, str | None]] = []
         current: str | None = version
         with self.reading() as connection:
             parents: Mapping[str, str | None] = {}
             while current is not None and current not in until:
-                if len(path) == 20:  # a long way: all of it in one query
+                if len(path) == 20:  # a long path: read all parents in one query
                     rows = connection.execute(select(tables.versions.c.id, tables.versions.c.parent))
                     parents = {row.id: row.parent for row in rows}
                 query = select(tables.versions.c.parent).filter_by(id=current)
@@ -185,57 +190,32 @@ class LedgerView:
                 current = parent
         return path
 
-    def _changes_of(self, names: Sequence[str]) -> dict[str, list[tuple[str, str]]]:
-        """By version: (correction, how)."""
-        query = select(tables.changes)
-        if len(names) <= 500:
-            query = query.where(tables.changes.c.version.in_(names))
-        found: dict[str, list[tuple[str, str]]] = {}
-        with self.reading() as connection:
-            for row in connection.execute(query).mappings():
-                found.setdefault(row["version"], []).append((row["edit"], row["kind"]))
-        return found
-
-    def replay(self, actor: str, key: str) -> tuple[str, dict[str, Any]] | None:
-        """The request's hash and the reply that an idempotency key stands for."""
-        with self.reading() as connection:
-            row = connection.execute(select(tables.replays).filter_by(actor=actor, key=key)).mappings().first()
-        return (row["request"], json.loads(row["reply"])) if row else None
-
     def audit(self, after: int = -1, limit: int = 100) -> list[Entry]:
-        """Entries from the oldest on, those beyond `after`."""
+        """Entries after number `after`, the oldest first."""
         query = select(tables.entries).where(tables.entries.c.seq > after).order_by(tables.entries.c.seq).limit(limit)
         with self.reading() as connection:
-            return [Entry(**{**row, "body": json.loads(row["body"])}) for row in connection.execute(query).mappings()]
+            return [Entry(**row) for row in connection.execute(query).mappings()]
 
     def verify(self) -> dict[str, Any]:
-        """Whether every entry is what was written, and all tables are what the entries say; of one moment."""
-        same = {"isolation_level": "REPEATABLE READ"} if self.engine.dialect.name == "postgresql" else {}
-        with told_as_problems(), self.engine.connect().execution_options(**same) as connection, connection.begin():
+        """Whether all entries are as they were written and all tables agree with them, in one snapshot."""
+        snapshot = {"isolation_level": "REPEATABLE READ"} if self.engine.dialect.name == "postgresql" else {}
+        with database_problems(), self.engine.connect().execution_options(**snapshot) as connection, connection.begin():
             return verify(connection)
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
         """A transaction that only reads."""
-        with told_as_problems(), self.engine.connect() as connection, connection.begin():
+        with database_problems(), self.engine.connect() as connection, connection.begin():
             yield connection
 
 
 @contextmanager
-def told_as_problems() -> Iterator[None]:
-    """A database that fails is the service's trouble, not the caller's: 503, to be tried again."""
+def database_problems() -> Iterator[None]:
+    """Turn a database's errors into problems: 409 for a concurrent change, else 503."""
     try:
         yield
     except IntegrityError as error:
-        raise Problem(409, "somebody else changed the same thing at the same time; ask again") from error
+        raise Conflict(409, "the same rows were changed at the same time; repeat the request") from error
     except (DBAPIError, PoolTimeout) as error:
         reason = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
         raise Problem(503, f"the ledger's database does not answer: {reason}") from error
-
-
-def _version(row: Mapping[Any, Any]) -> Version:
-    return Version(**{**row, "report": json.loads(row["report"])})
-
-
-def _edit(row: Mapping[Any, Any]) -> Edit:
-    return Edit(**{**row, "report": json.loads(row["report"])})

@@ -1,4 +1,4 @@
 """Answering prompts: the frozen model under any version, token by token, and the streams that carry answers.
 
-Imports the ledger's `blobs` and the core; nothing of HTTP.
+Imports the core, the ledger's `blobs` and the messages; nothing of HTTP or of the writer.
 """

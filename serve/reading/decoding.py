@@ -1,4 +1,4 @@
-"""Answers token by token, for prompts that differ in length, version and way of sampling, all in one batch."""
+"""Decoding token by token: prompts of different lengths, versions and samplings in one batch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from malmen.lm.model import LanguageModel
-from malmen.serve.messages import Sampling
+from malmen.serve.messages import AnswerState, Sampling
 
 
 @dataclass
 class Answer:
-    """An answer that grows."""
+    """An answer that grows token by token."""
 
     lm: LanguageModel
     sampling: Sampling
@@ -25,28 +25,28 @@ class Answer:
     finish_reason: str | None = None  # stop or length, once it has ended
     text: str = ""
 
-    def take(self, token: int) -> None:
-        """The next token; ends the answer at an end mark, a stop text, or the greatest length."""
+    def append(self, token: int) -> None:
+        """Add the next token; an end token, a stop text or the maximal length ends the answer."""
         if token in end_tokens(self.lm):
             self.finish_reason = "stop"
             return
         self.ids.append(token)
         text = str(self.lm.tokenizer.decode(self.ids, skip_special_tokens=True))
-        found = [text.index(stop) for stop in self.sampling.stop if stop in text]
-        if found:
-            self.text, self.finish_reason = text[: min(found)], "stop"
+        stops = [text.index(stop) for stop in self.sampling.stop if stop in text]
+        if stops:
+            self.text, self.finish_reason = text[: min(stops)], "stop"
             return
         if len(self.ids) >= self.sampling.max_tokens:
             self.text, self.finish_reason = text, "length"
-        elif not text.endswith("\ufffd"):  # half a character waits for its other half
+        elif not text.endswith("\ufffd"):  # an incomplete character waits for its other bytes
             self.text = text
 
-    def settled(self) -> str:
-        """The part of the text that will not change: what could become a stop text is held back."""
-        if self.finish_reason is not None:
-            return self.text
-        held = max((_overlap(self.text, stop) for stop in self.sampling.stop), default=0)
-        return self.text[: len(self.text) - held]
+    def state(self) -> AnswerState:
+        """The answer so far, without an end that could still become a stop text."""
+        stops = self.sampling.stop if self.finish_reason is None else ()
+        held_back = max((_overlap(self.text, stop) for stop in stops), default=0)
+        text = self.text[: len(self.text) - held_back]
+        return AnswerState(text, self.finish_reason, self.prompt_tokens, len(self.ids))
 
 
 def decode_batch(lm: LanguageModel, prompts: Sequence[Sequence[int]], answers: Sequence[Answer]) -> Iterator[None]:
@@ -63,14 +63,14 @@ def decode_batch(lm: LanguageModel, prompts: Sequence[Sequence[int]], answers: S
             ]
         for answer, token in zip(answers, tokens, strict=True):
             if answer.finish_reason is None:
-                answer.take(token)
+                answer.append(token)
         ids = torch.tensor(tokens, device=lm.device)[:, None]
         yield
 
 
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> int:
-    """One token from logits (vocabulary,)."""
-    if sampling.temperature < 1e-4:  # smaller ones overflow, and mean the same
+    """Draw one token from logits (vocabulary,)."""
+    if sampling.temperature < 1e-4:  # smaller ones would overflow; the result is the same
         return int(logits.argmax())
     probabilities = (logits.float() / sampling.temperature).softmax(-1)
     if sampling.top_p < 1:
@@ -81,14 +81,14 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) 
 
 
 def end_tokens(lm: LanguageModel) -> set[int]:
-    """The tokens that end an answer: the tokenizer's, and those that the model ships with (a chat's end of turn)."""
-    shipped = getattr(getattr(lm.model, "generation_config", None), "eos_token_id", None)
-    listed = shipped if isinstance(shipped, list) else [shipped]
-    return {int(token) for token in (*listed, lm.tokenizer.eos_token_id) if token is not None}
+    """The tokens that end an answer: the tokenizer's, and the model's own (a chat's end of turn)."""
+    own = getattr(getattr(lm.model, "generation_config", None), "eos_token_id", None)
+    tokens = own if isinstance(own, list) else [own]
+    return {int(token) for token in (*tokens, lm.tokenizer.eos_token_id) if token is not None}
 
 
 class _Decoder:
-    """A decoder's steps; prompts are padded in front, so that all answers begin at the same place."""
+    """A decoder's steps; prompts are padded on the left, so that all answers start in the same column."""
 
     def __init__(self, lm: LanguageModel, prompts: Sequence[Sequence[int]]) -> None:
         self.lm, self.model = lm, cast(Any, lm.model)
@@ -99,18 +99,18 @@ class _Decoder:
         self.mask = torch.tensor(mask, device=lm.device)
         self.positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
         self.past: Any = None
-        self.known = set(inspect.signature(self.model.forward).parameters)
+        self.parameters = set(inspect.signature(self.model.forward).parameters)
 
     def next(self, ids: Tensor | None) -> Tensor:
         """Logits (rows, vocabulary) of the next token, given the ones just drawn (rows, 1)."""
         if ids is not None:
             self.mask = torch.cat((self.mask, torch.ones_like(ids)), dim=1)
-            # An answer that has ended is decoded on with the others: its place must stay one that the model has.
+            # An answer that has ended is decoded on with the others: its position must stay one that the model has.
             self.positions = (self.positions[:, -1:] + 1).clamp(max=(self.lm.max_positions or 2**31) - 1)
         inputs: dict[str, Any] = {"attention_mask": self.mask, "past_key_values": self.past, "use_cache": True}
-        if "position_ids" in self.known:
+        if "position_ids" in self.parameters:
             inputs["position_ids"] = self.positions
-        if "logits_to_keep" in self.known:
+        if "logits_to_keep" in self.parameters:
             inputs["logits_to_keep"] = 1
         output = self.model(input_ids=self.ids if ids is None else ids, **inputs)
         self.past = output.past_key_values
@@ -150,5 +150,5 @@ def _generator(lm: LanguageModel, sampling: Sampling) -> torch.Generator | None:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of a text are the beginning of a stop text."""
+    """How many characters at the end of a text are the start of a stop text."""
     return next((size for size in range(min(len(text), len(stop)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,35 +1,37 @@
-"""A reader: one frozen model that answers as any version would, several versions at a time."""
+"""A reader: one frozen model that answers as any version would, several versions in one batch."""
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+
+from jinja2 import TemplateError
 
 from malmen.config import Config
-from malmen.data.records import EditRecord
 from malmen.errors import EditError
 from malmen.evaluate import evaluate
 from malmen.lm.model import LanguageModel, fact_encoder
 from malmen.lm.overlay import Overlay, edited_rows
-from malmen.serve.http.problems import Problem
 from malmen.serve.ledger.blobs import BlobStore
-from malmen.serve.messages import Prompt, Sampling
+from malmen.serve.messages import AnswerState, Evaluate, Prompt, Sampling, Scores
+from malmen.serve.problems import Problem
 from malmen.serve.reading.decoding import Answer, decode_batch
 
 
 class Reader:
-    """Versions are read from the store when they are first asked for; the last few stay in memory."""
+    """Reads a version from the store when it is first needed; the last `versions` stay in memory."""
 
     def __init__(self, lm: LanguageModel, config: Config, blobs: BlobStore, versions: int = 8) -> None:
         self.lm, self.config, self.blobs, self.kept = lm, config, blobs, versions
         self.encoder = fact_encoder(lm, config.data)
         self.verbatim = replace(self.encoder, prompt_format="verbatim")
         self._overlays: OrderedDict[str, Overlay] = OrderedDict()
+        self._turn = threading.Lock()  # the model handles one batch at a time
 
     def overlay(self, shifts: str | None) -> Overlay | None:
-        """The edit of a blob."""
+        """The edit of a version's blob; None: the unedited model."""
         if shifts is None:
             return None
         if shifts not in self._overlays:
@@ -41,50 +43,77 @@ class Reader:
 
     def memory(self) -> dict[str, int]:
         """Versions in memory, and their bytes."""
-        return {"versions": len(self._overlays), "bytes": sum(one.num_bytes() for one in list(self._overlays.values()))}
+        return {
+            "versions": len(self._overlays),
+            "bytes": sum(edit.num_bytes() for edit in list(self._overlays.values())),
+        }
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """A prompt's tokens; a Problem where it cannot be answered."""
-        encoder = self.verbatim if prompt.verbatim else self.encoder
+        """A prompt's tokens; a Problem where the model cannot read it."""
+        text, encoder = prompt.content, self.encoder
+        if not isinstance(text, str):
+            chat = self._chat_text(text)
+            encoder = self.encoder if chat is None else self.verbatim
+            text = "\n".join(turn["content"] for turn in text) if chat is None else chat
         try:
-            return encoder.generation_ids(prompt.text, 1)
+            return encoder.generation_ids(text, 1)
         except EditError as error:
             raise Problem(422, str(error)) from error
 
-    def answer(self, prompts: Sequence[Prompt], on_step: Callable[[list[Answer]], None] | None = None) -> list[Answer]:
-        """Answer all of them in one batch, whatever their versions; `on_step` sees the answers grow."""
+    def answer(self, prompts: Sequence[Prompt]) -> list[AnswerState]:
+        """The finished answers to prompts of any versions, decoded in one batch."""
+        return list(self.answer_states(prompts))[-1]
+
+    def answer_states(self, prompts: Sequence[Prompt]) -> Iterator[list[AnswerState]]:
+        """The answers to prompts of any versions, decoded in one batch, after each step."""
         if self.lm.kind == "classifier":
-            raise Problem(422, "the model is a classifier and writes no text; ask /v1/evaluate")
+            raise Problem(422, "the model is a classifier and generates no text; use /v1/evaluate")
         order = sorted(range(len(prompts)), key=lambda index: prompts[index].shifts or "")
         encoded = [self.encode(prompt) for prompt in prompts]
         answers = [
             Answer(self.lm, self._fitting(prompt.sampling, len(ids)), len(ids))
             for prompt, ids in zip(prompts, encoded, strict=True)
         ]
-        with edited_rows(self.lm, list(self._groups([prompts[index].shifts for index in order]))):
+        with (
+            self._turn,
+            edited_rows(self.lm, list(self._groups([prompts[index].shifts for index in order]))),
+        ):
             for _ in decode_batch(self.lm, [encoded[index] for index in order], [answers[index] for index in order]):
-                if on_step:
-                    on_step(answers)
-        return answers
+                yield [answer.state() for answer in answers]
 
-    def evaluate(self, records: Sequence[EditRecord], shifts: str | None, generate: bool) -> dict[str, Any]:
-        """ES, GS, LS of these records under a version, beside the unedited model, fact by fact."""
-        stored = self.blobs.get(shifts) if shifts else {}
+    def _chat_text(self, turns: list[dict[str, str]]) -> str | None:
+        """The turns in the form of the tokenizer's chat template; None where it has none.
+
+        A template may refuse turns: some know no `system`, or require user and assistant to alternate.
+        """
+        tokenizer = self.lm.tokenizer
+        if not getattr(tokenizer, "chat_template", None):
+            return None
         try:
-            found = evaluate(self.lm, records, stored, self.config, generate=generate and self.lm.kind != "classifier")
-        except EditError as error:
-            raise Problem(422, str(error)) from error
-        return {"scores": found.scores(), "facts": [asdict(fact) for fact in found.facts]}
+            return str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+        except TemplateError as error:
+            raise Problem(422, f"the model's chat template refuses these messages: {error}") from error
+
+    def evaluate(self, request: Evaluate) -> Scores:
+        """ES, GS and LS of records under a version, and each fact before and after."""
+        generate = request.generate and self.lm.kind != "classifier"
+        with self._turn:
+            shifts = self.blobs.get(request.shifts) if request.shifts else {}
+            try:
+                evaluation = evaluate(self.lm, request.records, shifts, self.config, generate=generate)
+            except EditError as error:
+                raise Problem(422, str(error)) from error
+        return Scores(evaluation.scores(), [asdict(fact) for fact in evaluation.facts])
 
     def _fitting(self, sampling: Sampling, prompt_tokens: int) -> Sampling:
-        """No more new tokens than the model has places for; the answer then ends with `length`."""
+        """No more new tokens than the model has positions for; the answer then ends with `length`."""
         if self.lm.kind != "decoder":
             return sampling
         room = self.encoder.max_length - prompt_tokens + 1
         return replace(sampling, max_tokens=max(1, min(sampling.max_tokens, room)))
 
     def _groups(self, shifts: Sequence[str | None]) -> Iterator[tuple[Overlay | None, int]]:
-        """(edit, number of rows) of a sorted list."""
+        """(edit, number of rows) of each run of equal shifts."""
         start = 0
         for stop in range(1, len(shifts) + 1):
             if stop == len(shifts) or shifts[stop] != shifts[start]:

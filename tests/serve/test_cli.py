@@ -24,7 +24,7 @@ def test_every_setting_is_listed(malmen: Run) -> None:
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [
-        (["--editor", "nowhere"], 1, "there is no editor in nowhere"),
+        (["--editor", "nowhere"], 1, "no editor in nowhere"),
         (["--editor", "EDITOR", "gard.min_success=1"], 2, "unknown key 'gard'"),
         (["--editor", "EDITOR", "guard.min_success=7"], 2, "less than or equal to 1"),
         (["--editor", "EDITOR", "database=mysql://here"], 2, "sqlite or postgresql"),

@@ -16,11 +16,11 @@ from malmen.lm.layers import find_layers
 from malmen.lm.model import LanguageModel, encode_batches, load_lm
 from malmen.lm.trace import trace
 from malmen.runs.checkpoint import save_checkpoint
-from malmen.serve.guards import Guards
 from malmen.serve.ledger.blobs import BlobStore
 from malmen.serve.ledger.ledger import Ledger
-from malmen.serve.service import EditService
 from malmen.serve.settings import GuardConfig
+from malmen.serve.writing.guards import Guards
+from malmen.serve.writing.service import EditService
 
 LENIENT = GuardConfig(min_success=0, max_shift_ratio=1e9, max_perplexity_ratio=1e9)
 

@@ -11,8 +11,7 @@ from endpoints import make_bench, save_editor, untrained_editor
 from malmen.errors import EditError
 from malmen.runs.checkpoint import save_checkpoint
 from malmen.runs.checkpoint_lookup import latest_checkpoint, read_state
-from malmen.serve.ledger.editor_copy import keep_editor
-from malmen.serve.ledger.opening import open_ledger
+from malmen.serve.ledger.opening import open_ledger, pin_editor
 from malmen.serve.settings import ServeConfig
 
 
@@ -38,7 +37,7 @@ def begin(settings: ServeConfig) -> str:
 
 
 def test_a_replica_that_starts_after_its_checkpoint_was_pruned_finds_the_same_editor(settings: ServeConfig) -> None:
-    kept = keep_editor(settings)
+    kept = pin_editor(settings)
     first = begin(kept)
     train_on(settings, keep=1)
     assert begin(kept) == first
@@ -51,19 +50,19 @@ def test_the_same_command_goes_on_with_the_same_editor_and_says_that_there_is_a_
     settings: ServeConfig, caplog: pytest.LogCaptureFixture, asked: str
 ) -> None:
     settings = settings.model_copy(update={"editor": settings.editor + asked})
-    kept = keep_editor(settings)
+    kept = pin_editor(settings)
     first = begin(kept)
     assert caplog.text == ""
     train_on(settings.model_copy(update={"editor": settings.editor.removesuffix("@best")}), keep=1)
-    again = keep_editor(settings)
+    again = pin_editor(settings)
     assert again == kept and begin(again) == first
-    assert "begun with the editor of step 0" in caplog.text and "at step 1 now" in caplog.text
+    assert "serves the editor of step 0" in caplog.text and "at step 1 now" in caplog.text
 
 
 def test_another_store_takes_the_newest_checkpoint(settings: ServeConfig, tmp_path: Path) -> None:
-    begin(keep_editor(settings))
+    begin(pin_editor(settings))
     train_on(settings, keep=1)
-    other = keep_editor(settings.model_copy(update={"store": str(tmp_path / "other")}))
+    other = pin_editor(settings.model_copy(update={"store": str(tmp_path / "other")}))
     assert read_state(other.editor)["step"] == 1
 
 
@@ -72,20 +71,20 @@ def test_a_ledger_without_a_copy_finds_its_checkpoint_in_the_run(settings: Serve
     train_on(settings, keep=2)
     with pytest.raises(EditError, match="belongs to another editor"):
         begin(settings)
-    kept = keep_editor(settings)
+    kept = pin_editor(settings)
     assert begin(kept) == first and read_state(kept.editor)["step"] == 0
     train_on(settings, keep=1)
-    assert begin(keep_editor(settings)) == first
+    assert begin(pin_editor(settings)) == first
 
 
 def test_a_checkpoint_that_is_not_the_ledgers_is_refused_and_the_copy_stays(settings: ServeConfig) -> None:
-    kept = keep_editor(settings)
+    kept = pin_editor(settings)
     first = begin(kept)
     train_on(settings, keep=1)
     newest = settings.model_copy(update={"editor": str(latest_checkpoint(settings.editor))})
     with pytest.raises(EditError, match="belongs to another editor"):
-        begin(keep_editor(newest))
-    assert begin(keep_editor(settings)) == first
+        begin(pin_editor(newest))
+    assert begin(pin_editor(settings)) == first
 
 
 def test_an_editor_at_a_url_is_served_from_the_store(settings: ServeConfig) -> None:
@@ -93,7 +92,7 @@ def test_an_editor_at_a_url_is_served_from_the_store(settings: ServeConfig) -> N
 
     url, bench = "memory://kept-editor/run", make_bench(Path(settings.store).parent)
     save_checkpoint(url, bench.editor, bench.lm.fingerprint())
-    kept = keep_editor(settings.model_copy(update={"editor": url}))
+    kept = pin_editor(settings.model_copy(update={"editor": url}))
     fsspec.filesystem("memory").rm("/kept-editor", recursive=True)
-    assert kept.editor.startswith(settings.store) and begin(kept) == begin(keep_editor(settings))
+    assert kept.editor.startswith(settings.store) and begin(kept) == begin(pin_editor(settings))
     assert not list(Path(kept.editor).glob("optimizer*"))

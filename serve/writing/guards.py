@@ -1,4 +1,4 @@
-"""What is measured of a new version before anybody is served it."""
+"""What is measured of a new version before it is served."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from malmen.serve.settings import GuardConfig
 
 @dataclass(frozen=True)
 class Measured:
-    """A version, beside the unedited model."""
+    """A version, compared with the unedited model."""
 
     finite: bool
     max_shift_ratio: float
-    perplexity_ratio: float | None  # on the probes; None where there are none
-    predicted: list[list[int]]  # of each new fact, teacher-forced
+    perplexity_ratio: float | None  # on the probes, edited : unedited; None without probes
+    predicted: list[list[int]]  # the most probable answer tokens of each new fact, teacher-forced
 
     def report(self) -> dict[str, Any]:
-        """Plain numbers."""
+        """As JSON: numbers that are not finite are null."""
         numbers = {"max_shift_ratio": self.max_shift_ratio, "perplexity_ratio": self.perplexity_ratio}
         return {name: value if value is not None and math.isfinite(value) else None for name, value in numbers.items()}
 
 
 class Guards:
-    """The limits and what is needed to measure against them."""
+    """The limits, and the probes to measure a version with."""
 
     def __init__(self, lm: LanguageModel, config: GuardConfig, probes: Sequence[Fact], token_budget: int, data: Any):
         self.lm, self.config, self.token_budget = lm, config, token_budget
@@ -44,7 +44,7 @@ class Guards:
         self._unedited = self._probe_loss()
 
     def measure(self, shifts: Mapping[str, Tensor], facts: Sequence[EncodedFact]) -> Measured:
-        """Lay the shifts over the model and look."""
+        """Measure the model under these shifts; `facts` are the new ones."""
         if not all(bool(torch.isfinite(shift).all()) for shift in shifts.values()):
             return Measured(False, math.inf, None, [[] for _ in facts])
         with edited(self.lm, shifts):
@@ -54,22 +54,22 @@ class Guards:
         return Measured(True, max(shift_ratio(self.lm, shifts).values(), default=0.0), ratio, predicted)
 
     def reasons(self, measured: Measured) -> list[str]:
-        """Why the whole version may not be published; empty if it may."""
-        found = []
+        """Why the version may not be published; empty if it may."""
+        reasons = []
         if not measured.finite:
-            found.append("the shift holds values that are not finite")
+            reasons.append("the shift holds values that are not finite")
         elif measured.max_shift_ratio > self.config.max_shift_ratio:
-            found.append(
+            reasons.append(
                 f"‖S‖/‖W‖ would be {measured.max_shift_ratio:.3g}, above guard.max_shift_ratio "
                 f"{self.config.max_shift_ratio:.3g}: the edits would change the weights more than is safe"
             )
         ratio = measured.perplexity_ratio
         if ratio is not None and not ratio <= self.config.max_perplexity_ratio:
-            found.append(
+            reasons.append(
                 f"perplexity on the {len(self.probes)} probes would grow {ratio:.3g}-fold, above "
                 f"guard.max_perplexity_ratio {self.config.max_perplexity_ratio:.3g}: unrelated answers would suffer"
             )
-        return found
+        return reasons
 
     @torch.no_grad()
     def _probe_loss(self) -> float:

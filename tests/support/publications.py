@@ -1,0 +1,24 @@
+"""Publications for a ledger, without a model."""
+
+from __future__ import annotations
+
+from malmen.serve.ledger.ledger import AcceptedChange, Ledger, NewEdit, Publication
+from malmen.serve.messages import Change, EditReply, GuardReport
+
+BLOB = "ab" * 32
+
+
+def make_reply(number: int) -> EditReply:
+    return EditReply(
+        version=f"v{number:016d}", number=number, parent=None, dry_run=False, edits=[], removed=[], num_facts=number,
+        guard=GuardReport(),
+    )  # fmt: skip
+
+
+def make_publication(ledger: Ledger, number: int, *prompts: str, ended: tuple[str, ...] = (), key: str | None = None):
+    live = ledger.alias("live")
+    added = tuple(NewEdit(f"e{number}-{at}", prompt, "yes", BLOB, at, {}) for at, prompt in enumerate(prompts))
+    removed = tuple((name, "removed") for name in ended)
+    accepted = AcceptedChange(Change("ann", remove=ended, key=key), added, removed, make_reply(number))
+    members = len(ledger.members(live.version)) + len(added) - len(ended)
+    return Publication(f"v{number:016d}", number, live.version, live.revision, BLOB, members, {}, (accepted,))
