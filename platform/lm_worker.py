@@ -1,4 +1,4 @@
-"""The language model of one Ray Train rank: frozen, whole or a part of it, tracing and measuring its share."""
+"""The language model of one Ray Train rank: frozen, whole or sharded, with its share of the facts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LMWorker(LMSide):
 
     @property
     def shift_dtype(self) -> str:
-        """In which shifts travel: what the leaves of stage (iv) have."""
+        """The type in which shifts travel: that of the leaves of stage (iv)."""
         return str(torch.promote_types(self.lm.dtype, torch.float32)).removeprefix("torch.")
 
     def key_moments(self) -> Iterator[dict[str, Tensor]]:
@@ -66,7 +66,7 @@ class LMWorker(LMSide):
     def evaluate(
         self, records: Sequence[EditRecord], shifts: Mapping[str, Tensor], residual: float | None
     ) -> Evaluation:
-        """ES, GS and LS of an edit, teacher-forced; every rank asks about its share and learns of all."""
+        """ES, GS and LS of an edit, teacher-forced; every rank predicts its share and has the scores of all."""
         on_device = {name: shift.to(self.lm.device) for name, shift in shifts.items()}
         return evaluate(
             self.lm, records, on_device, self.config, generate=False, residual=residual, predict=self._predict
@@ -76,22 +76,23 @@ class LMWorker(LMSide):
 
     @contextmanager
     def together(self, doing: str, seconds: dict[str, float] | None = None, stage: str = "") -> Iterator[None]:
-        """What all ranks ask of the actors. If it fails for one of them, it fails for all."""
+        """A request of all ranks to the actors: if it fails on one rank, it fails on all. Its seconds are added to a
+        stage."""
         self.note(doing)
         begin = time.perf_counter()
-        failure: HypernetLost | EditError | None = None
+        mine: HypernetLost | EditError | None = None
         try:
             yield
         except (HypernetLost, EditError) as error:
-            failure = error
-        failures = [error for error in self.gather(failure) if error is not None]
+            mine = error
+        failures = [failure for failure in self.gather(mine) if failure is not None]
         if seconds is not None:
             seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - begin
-        for error in sorted(failures, key=lambda error: isinstance(error, HypernetLost)):  # a user's mistake first
-            raise error
+        for failure in sorted(failures, key=lambda failure: isinstance(failure, HypernetLost)):  # a lost actor last
+            raise failure
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, everywhere."""
+        """The values of all ranks, on every rank."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size

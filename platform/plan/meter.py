@@ -1,4 +1,4 @@
-"""What a computation holds and executes, counted while it is rehearsed on torch's meta device: shapes without numbers.
+"""The memory and the operations of a computation, counted while it runs on torch's meta device: shapes without numbers.
 
 The code that is rehearsed is the code that will run, so the plan cannot drift away from it.
 """
@@ -31,10 +31,10 @@ _IN_PLACE = {_aten.addmm_: _aten.addmm, _aten.baddbmm_: _aten.baddbmm}  # produc
 
 @dataclass
 class Cost:
-    """What is executed: products by type, and what all other operations read and write."""
+    """The work of a computation: matrix products by type, and what all other operations read and write."""
 
-    flops: Counter[torch.dtype] = field(default_factory=Counter)
-    touched: float = 0.0  # bytes
+    flops: Counter[torch.dtype] = field(default_factory=Counter)  # of matrix products
+    touched: float = 0.0  # bytes, by all other operations
     calls: float = 0.0  # operations
 
     def __add__(self, other: Cost) -> Cost:
@@ -42,12 +42,12 @@ class Cost:
 
     @property
     def total_flops(self) -> int:
-        """Of all types."""
+        """The sum over all types."""
         return sum(self.flops.values())
 
 
 class Meter(TorchDispatchMode):
-    """Inside, bytes held by new tensors and their peak, and the cost of what is run. Older tensors do not count."""
+    """Counts, inside, the bytes of new tensors, their peak, and the cost of what runs; `known` tensors are free."""
 
     def __init__(self, *known: Tensor) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Meter(TorchDispatchMode):
         self.cost = Cost()
         self.weight = 1.0  # how often what runs now would run
         self._live = WeakIdKeyDictionary()
-        self._known = {id(tensor): tensor for tensor in known}
+        self._known = known  # kept alive, so that no other tensor takes a place in `_live`
         for tensor in known:
             self._live[tensor.untyped_storage()] = 0
 
@@ -68,7 +68,7 @@ class Meter(TorchDispatchMode):
             return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         out = func(*args, **kwargs)
         if func is _aten.le.Tensor and out.is_meta and not out.shape:
-            return torch.zeros((), dtype=torch.bool)  # of pivots and noise: a healthy factor
+            return torch.zeros((), dtype=torch.bool)  # pivots above the noise: a healthy factor
         self._count(func, args, kwargs, out)
         return out
 
@@ -129,7 +129,7 @@ def _attention(
 
 
 def _healthy(scalar: Tensor) -> bool | int | float:
-    """What a run without accidents would read: everything finite, nothing failed."""
+    """What a successful run reads: all numbers are finite, nothing has failed."""
     if scalar.dtype == torch.bool:
         return True
     return 1.0 if scalar.dtype.is_floating_point else 0

@@ -1,4 +1,4 @@
-"""What a step moves between processes, and how long its stages take at a given rate."""
+"""The bytes that a step moves between processes, and the seconds of its stages at given rates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GATHER = {"cpu": NETWORK, "cuda": 100.0}  # GB/s among LM workers (ZeRO-3, sums 
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast one process of a role works."""
+    """How fast a process of a role works."""
 
     products: dict[torch.dtype, float]  # FLOP/s of large matrix products
     memory: float  # bytes/s of everything else
@@ -47,7 +47,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a step, on the process that takes longest."""
+    """A part of a step, on the process that takes longest for it."""
 
     name: str
     flops: int
@@ -56,7 +56,7 @@ class Stage:
 
 
 def find_rates(device: str, dtype: torch.dtype, processes: int, gflops: float | None, measure: bool) -> Rates:
-    """Given in this type, measured here, or assumed; the rates of other types stand to it as assumed."""
+    """The rate given for this type, measured here, or assumed; other types are in the assumed proportion to it."""
     threads = max(1, (os.cpu_count() or 1) // processes)
     factor = 1 if device == "cuda" else threads
     assumed = {kind: rate * factor for kind, rate in (_PER_GPU if device == "cuda" else _PER_CORE).items()}
@@ -119,7 +119,7 @@ class Transfers:
 def find_transfers(
     config: Config, planned: PlannedLM, features: int, lm: RehearsedLM, hypernet: RehearsedHypernet
 ) -> Transfers:
-    """What travels, from shapes alone. A sum over k processes sends 2(k − 1)/k of its size from each."""
+    """Bytes from shapes alone. In a sum over k processes each sends 2(k − 1)/k of its size."""
     workers, actors = config.cluster.lm_workers, config.cluster.hypernet_actors
     holders = [share.layer for shares in divide([layer.name for layer in planned.layers], actors) for share in shares]
     size = torch.promote_types(planned.lm.dtype, torch.float32).itemsize
@@ -178,7 +178,8 @@ def find_stages(
 
 
 def step_seconds(config: Config, stages: list[Stage]) -> float:
-    """One step: everything in turn, except that the next step's trace runs beside the actors' way back."""
+    """Seconds of a step: all stages in turn, except that with overlap the next trace runs while the actors
+    back-propagate."""
     seconds = {stage.name: stage.seconds for stage in stages}
     total = sum(seconds.values())
     if config.cluster.overlap:
