@@ -68,5 +68,5 @@ def test_building_the_world_model_writes_a_folder_that_loads(tmp_path) -> None:
     assert load_lm(str(folder)).kind == "decoder"
     assert [path.name for path in tmp_path.iterdir()] == ["world"]
     (folder / "world.json").write_text('{"world": "other"}')
-    with pytest.raises(EditError, match="knows world other"):
+    with pytest.raises(EditError, match="was trained on world other"):
         check_world_model(folder)
