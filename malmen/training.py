@@ -68,13 +68,7 @@ def train(
         lm = load_lm(config.model)
     fingerprint = lm.fingerprint()
     on_phase("reading the records")
-    sampler = Sampler(config, fact_encoder(lm, config.data), training_records(config))
-    records = validation_records(config)
-    sampler.check_lengths()
-    held_out = check_enough(records, config.training.eval_edits or config.training.num_edits)
-    check_encodable(sampler.encoder, held_out)
-    if shared := shared_facts(config, sampler.records(0), held_out):
-        log.warning(shared)
+    sampler, records = _read_data(lm, config)
     editor = (
         make_editor(lm, config) if opened.checkpoint is None else load_editor(opened.checkpoint, lm, optimizer=True)
     )
@@ -111,6 +105,18 @@ def train(
     opened.begin({"finished": True})
     run.seconds = time.perf_counter() - start
     return run
+
+
+def _read_data(lm: LanguageModel, config: Config) -> tuple[Sampler, list[EditRecord]]:
+    """The sampler of training records and the held-out records; both can be encoded before the first step."""
+    sampler = Sampler(config, fact_encoder(lm, config.data), training_records(config))
+    records = validation_records(config)
+    sampler.check_lengths()
+    held_out = check_enough(records, config.training.eval_edits or config.training.num_edits)
+    check_encodable(sampler.encoder, held_out)
+    if shared := shared_facts(config, sampler.records(0), held_out):
+        log.warning(shared)
+    return sampler, records
 
 
 def _is_measured(training: TrainingConfig, step: int) -> bool:

@@ -217,6 +217,8 @@ def test_every_function_that_a_page_names_by_its_file_exists(page: str) -> None:
 def test_blocks_that_ci_runs_stand_on_the_pages_that_ci_reads() -> None:
     marked = {page for page in PAGES if blocks(page, "bash ci")}
     assert marked == set(RUN_BY_CI)
+    pages = re.search(r"pages=\((.*?)\)", (ROOT / ".ci" / "run").read_text(encoding="utf-8"))
+    assert pages and tuple(pages[1].split()) == RUN_BY_CI
 
 
 @pytest.mark.parametrize("page", RUN_BY_CI)
