@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import sys
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from markupsafe import escape
 from mlflow import MlflowClient
 from platform_runs import make_platform_config
 from processes import start_driver, wait_until, wait_until_nobody_works
@@ -121,7 +121,7 @@ def test_trials_that_fail_are_reported_and_do_not_end_the_sweep(swept: SweepResu
     assert "/nowhere/model" in gone
     assert "longer than trial_seconds=1" in hung
     page = swept.report.read_text(encoding="utf-8")
-    assert all(html.escape(trial.why) in page for trial in swept.trials[2:])
+    assert all(str(escape(trial.why)) in page for trial in swept.trials[2:])
 
 
 def test_early_stopping_ends_a_weak_trial_at_its_first_rung(swept: SweepResult) -> None:
