@@ -9,7 +9,7 @@ import time
 
 import ray
 from ray.exceptions import RayError
-from ray.train import RunConfig, ScalingConfig
+from ray.train import RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from malmen.config import SPLIT
@@ -38,7 +38,7 @@ class LMWorkers(threading.Thread):
         """Why they were lost; None if they ended well."""
         if self._error is None:
             return None
-        if not isinstance(self._error, RayError | RuntimeError):
+        if not isinstance(self._error, TrainingFailedError | RayError | RuntimeError):
             raise self._error
         return last_line(self._error)
 

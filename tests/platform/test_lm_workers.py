@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from chaos import mortal_actor, mortal_loop, unreadable_loop
 from platform_runs import make_platform_config
+from ray.train import WorkerGroupError
 
 from malmen.errors import EditError
 from malmen.platform.lm_workers import LMWorkers
@@ -34,6 +35,7 @@ def ended(error: BaseException | None) -> LMWorkers:
 
 def test_a_loss_is_the_last_line_of_what_ray_says() -> None:
     assert ended(None).loss() is None
+    assert ended(WorkerGroupError("rank 0:\n  CUDA out of memory\n", {})).loss() == "CUDA out of memory"
     assert ended(RuntimeError("a worker failed:\n  CUDA out of memory\n")).loss() == "CUDA out of memory"
 
 
