@@ -18,7 +18,7 @@ quickstart: $(INSTALLED) ## train an editor on the built-in world and edit its m
 	@$(BIN)/malmen quickstart $(ARGS)
 
 # Three processes on two cores: the one with Ray waits most of the time. To debug: make test ARGS="-n 0 --pdb -k NAME"
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder --durations 12 --durations-min 5
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder --durations 12 --durations-min 5
 
 test: $(INSTALLED) ## run the tests that take 4 minutes: every law, the slow ones left out
 	@$(PYTEST) -m "not slow and not chaos" $(ARGS)

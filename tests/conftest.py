@@ -6,30 +6,52 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+if TYPE_CHECKING:
+    from xdist.scheduler import LoadScopeScheduling
+
 SUPPORT = str(Path(__file__).parent / "support")
 Run = Callable[..., tuple[int, str, str]]
-_LONG_GROUPS = ("chaos", "ray")  # marks
+ROOT = Path(__file__).parent.parent
+LONG_GROUPS = ("chaos", "ray")  # marks
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+@cache
+def group_of(file: str) -> str:
+    """Which tests run in one process: with Ray all, so that they share a cluster; those that kill; else a file's."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    return next((mark for mark in LONG_GROUPS if f"mark.{mark}" in text), file)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n`, one process has all tests with Ray, so that they share one cluster, and another those that kill.
+    """The long groups first: a process that begins with one is busy to the end, the others share the files."""
+    order = {
+        file: LONG_GROUPS.index(group)
+        for file in {file_of(item.nodeid) for item in items}
+        if (group := group_of(file)) in LONG_GROUPS
+    }
+    items.sort(key=lambda item: order.get(file_of(item.nodeid), len(LONG_GROUPS)))
 
-    The longest groups start first. All other files go to whoever is free, whole, so that a module's fixtures are made
-    once.
-    """
 
-    def group(item: pytest.Item) -> str:
-        kinds = (kind for kind in _LONG_GROUPS if item.get_closest_marker(kind) is not None)
-        return next(kinds, str(item.path))
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
 
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group(item)))
-    items.sort(key=lambda item: (*_LONG_GROUPS, group(item)).index(group(item)))  # stable: the rest stays in order
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """For `-n`. xdist's own groups (--dist loadgroup) do nothing under pytest 9.2, whose node ids it cannot extend."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(file_of(nodeid))
+
+    return Groups(config, log)
 
 
 @pytest.fixture(autouse=True, scope="session")

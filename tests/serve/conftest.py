@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -24,19 +25,18 @@ def _postgres_bin() -> Path | None:
 
 
 @pytest.fixture(scope="session")
-def fresh_postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], str]]:
+def fresh_postgres() -> Iterator[Callable[[], str]]:
     """URLs of new databases in a real PostgreSQL server, which listens on a socket in a folder and on no port."""
     programs = _postgres_bin()
     if programs is None:
         pytest.skip("PostgreSQL IS NOT INSTALLED: the ledger was tried on sqlite only (apt-get install postgresql)")
     import psycopg
 
-    folder = Path(os.path.realpath(tmp_path_factory.mktemp("pg")))
+    # Not below pytest's own folder: the server is another user, and every pytest that starts shuts others out there.
+    folder = Path(os.path.realpath(tempfile.mkdtemp(prefix="malmen-pg-")))
+    folder.chmod(0o755)
     data, as_user = folder / "data", []
     if os.geteuid() == 0:  # the server refuses to run as root
-        for path in (folder, *folder.parents):
-            if str(path).startswith("/tmp/"):
-                path.chmod(0o755)
         shutil.chown(folder, "postgres")
         as_user = ["runuser", "-u", "postgres", "--"]
 
@@ -58,6 +58,7 @@ def fresh_postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callabl
         yield fresh
     finally:
         run(programs / "pg_ctl", "-D", data, "-m", "immediate", "-w", "stop")
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
