@@ -11,8 +11,9 @@ from torch import nn
 
 from malmen.errors import UsageError
 
-# How the names of FFN linears end, by family: GPT-2 · GPT-J · Llama and kin · T5 · BERT · GPT-NeoX · OPT
 RULES = "`last:K`, `first:K`, `middle:K`, `ends:K`, `every:K`, `all`"
+
+# How the names of FFN linears end, by family: GPT-2 · GPT-J · Llama and kin · T5 · BERT · GPT-NeoX · OPT
 _FIRST_FC = (
     "mlp.c_fc", "mlp.fc_in", "mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj", "DenseReluDense.wi",
     "DenseReluDense.wi_0", "DenseReluDense.wi_1", "intermediate.dense", "mlp.dense_h_to_4h", "fc1", "mlp.fc1",
