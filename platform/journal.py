@@ -46,6 +46,7 @@ class Journal:
                 self._begin(step)
             case events.StepDone(step) if step > self.step:
                 self.folder.add(dict(vars(event)))
+                self.tracker.stamp()
                 self.losses.clear()
                 report = StepReport(
                     event.generalization_loss, event.locality_loss, event.meta_loss, event.grad_norm, event.seconds
@@ -53,6 +54,7 @@ class Journal:
                 self.listener.step(step, report)
             case events.Evaluated(step, scores) if not self.folder.has_scores(step):
                 self.folder.add(dict(vars(event)))
+                self.tracker.stamp()
                 self.folder.flush()
                 self.listener.evaluation(step, scores)
             case events.Saving():

@@ -125,11 +125,16 @@ class Processes:
         # On the driver's own node, so that no other node's loss can take it away.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         board = ray.remote(Board).options(num_cpus=0, scheduling_strategy=here).remote()
-        group = HypernetGroup.start(
-            config, layers, run, resources=actor_options(roles.hypernet), threads=roles.hypernet_threads
-        )
-        loop = LoopSettings(config, group, board, run, roles.lm_threads, roles.overlap, extra)
-        return cls(board, group, roles, loop, start_lm_workers(loop, roles))
+        with ExitStack() as unless_started:
+            unless_started.callback(ray.kill, board)
+            group = HypernetGroup.start(
+                config, layers, run, resources=actor_options(roles.hypernet), threads=roles.hypernet_threads
+            )
+            unless_started.callback(group.kill)
+            loop = LoopSettings(config, group, board, run, roles.lm_threads, roles.overlap, extra)
+            processes = cls(board, group, roles, loop, start_lm_workers(loop, roles))
+            unless_started.pop_all()
+        return processes
 
     def events(self, stopped: Callable[[], bool] = lambda: False) -> Iterator[Event]:
         """What happens, until the LM workers are done; starts them again if they are lost.

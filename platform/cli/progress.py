@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from malmen.meta import StepReport
 
 LINE_SECONDS = 3.0  # between two plain lines, at least
+STEP_LINE_SECONDS = 30.0  # the same between two steps, which name their rate and the time left
 
 
 @contextmanager
@@ -60,7 +61,7 @@ def note(text: str) -> None:
 
 
 class TrainingProgress:
-    """A bar with losses and stages; plain lines at every tenth of the run and every few seconds elsewhere."""
+    """A bar with losses and stages; plain lines at every tenth of the run and every half minute elsewhere."""
 
     def __init__(self, progress: Progress, steps: int) -> None:
         self.progress, self.steps = progress, steps
@@ -84,7 +85,7 @@ class TrainingProgress:
             self.task, description="meta-training", completed=step, losses=f"{losses}\nseconds: {stages}"
         )
         since, first = self.last
-        if step % max(1, self.steps // 10) == 0 or step == self.steps or now - since >= LINE_SECONDS:
+        if step % max(1, self.steps // 10) == 0 or step == self.steps or now - since >= STEP_LINE_SECONDS:
             rate = (now - since) / max(1, step - first)
             left = f"{rate * (self.steps - step):.0f} s left" if step > first else ""
             note(f"step {step}/{self.steps}  {losses}  {rate:.2f} s/step ({stages})  {left}")

@@ -92,6 +92,7 @@ class Tracker:
         self.config, self.uri, self.run_id, self.driver = config, uri, run_id, driver
         self._client = client
         self._rows: list[Any] = []  # to be sent, in this order; only grows
+        self._times: list[int] = []  # when they came, in milliseconds, as far as the driver said so
         self._read_row: Callable[[Any], tuple[int, Metrics]] = lambda row: row
         self._next = 0  # the first row that is not in `_batch` and was not sent
         self._batch: list[Metric] = []  # taken from the rows, not sent yet
@@ -141,10 +142,16 @@ class Tracker:
         assert not self._rows, "the rows of another history were given before"
         self._stored = None
         self._rows, self._read_row = history, history_metrics
+        self.stamp()
+
+    def stamp(self) -> None:
+        """The rows that were added since the last call came now: a store that is away gets them later."""
+        self._times += [int(time.time() * 1000)] * (len(self._rows) - len(self._times))
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Send metrics soon; None and NaN are left out."""
         self._rows.append((step, metrics))
+        self.stamp()
 
     def log_artifacts(self, local_folder: Path, name: str) -> None:
         """The files of a folder as an artifact."""
@@ -239,7 +246,8 @@ class Tracker:
                 known = {}
             if batch and len(batch) + len(known) > METRICS_PER_CALL:
                 break
-            batch += [Metric(safe_name(name), float(value), now, step) for name, value in known.items()]
+            came = self._times[self._next] if self._next < len(self._times) else now
+            batch += [Metric(safe_name(name), float(value), came, step) for name, value in known.items()]
             self._next += 1
         return batch
 

@@ -59,7 +59,7 @@ async def get_version(backend: BackendDep, id: Name) -> Any:
 @router.get("/v1/aliases", response_model=AliasList, responses=problems(), dependencies=[requires("read")])
 async def list_aliases(backend: BackendDep) -> Any:
     """All aliases; `live` is served by default, and the next edit builds on it."""
-    return {"aliases": await to_thread(backend.ledger.aliases)}
+    return {"aliases": [vars(alias) for alias in await to_thread(backend.ledger.aliases)]}
 
 
 @router.get("/v1/aliases/{name}", response_model=AliasOut, responses=problems(404), dependencies=[requires("read")])
@@ -69,7 +69,7 @@ async def get_alias(backend: BackendDep, name: AliasName, response: Response) ->
     if alias is None:
         raise Problem(404, f"alias {name!r} not found")
     response.headers["ETag"] = f'"{alias.revision}"'
-    return alias
+    return vars(alias)
 
 
 @router.put("/v1/aliases/{name}", response_model=AliasOut, responses=problems(404, 409, 412, 428))
@@ -86,7 +86,7 @@ async def move_alias(
     version = await to_thread(backend.ledger.resolve, body.version)
     moved = await to_thread(backend.ledger.set_alias, name, version.id, revision, caller.name)
     response.headers["ETag"] = f'"{moved.revision}"'
-    return moved
+    return vars(moved)
 
 
 @router.post("/v1/versions/{id}/export", status_code=201, response_model=ExportOut, responses=problems(404))

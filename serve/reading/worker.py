@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from malmen.errors import EditError
@@ -43,10 +44,18 @@ class ReaderWorker:
             yield Problem.of(error, 503)
 
     async def decode_batch(self, prompts: Sequence[Prompt]) -> AsyncIterator[list[AnswerState]]:
-        """The states of all answers after each step, which runs in a thread."""
-        steps = self.reader.answer_states(prompts)
-        while (states := await asyncio.to_thread(next, steps, None)) is not None:
-            yield states
+        """The states of all answers after each step, which runs in a thread.
+
+        The batch has a thread of its own: evaluations that wait for the model may hold all threads of the pool, and
+        the batch that they wait for must go on.
+        """
+        steps, loop = self.reader.answer_states(prompts), asyncio.get_running_loop()
+        thread = ThreadPoolExecutor(1, "decode")
+        try:
+            while (states := await loop.run_in_executor(thread, next, steps, None)) is not None:
+                yield states
+        finally:
+            thread.shutdown(wait=False)
 
     async def _states(self, prompt: Prompt) -> AsyncIterator[AnswerState]:
         self.reader.encode(prompt)  # a prompt that cannot be read is refused before it is decoded with others

@@ -230,6 +230,22 @@ def test_a_store_that_is_away_when_a_run_is_resumed_gets_each_row_once_it_is_bac
     assert sent_steps(client, tracker) == SENT
 
 
+def test_a_row_has_the_time_at_which_it_came_not_that_of_sending(
+    monkeypatch: pytest.MonkeyPatch, runs: Path, client: MlflowClient
+) -> None:
+    clock = iter(range(1000, 2000))
+    history: list[dict[str, object]] = []
+    with Tracker.start(Config(), f"{runs}/stamped", {}, send_seconds=600) as tracker:
+        tracker.follow(history)
+        monkeypatch.setattr("malmen.platform.tracking.tracker.time.time", lambda: next(clock))
+        for step in (1, 2, 3):
+            history.append({"step": step, "meta_loss": 1.0})
+            tracker.stamp()
+        monkeypatch.undo()
+    sent = client.get_metric_history(str(tracker.run_id), "loss/meta")
+    assert [(metric.step, metric.timestamp) for metric in sent] == [(1, 1_000_000), (2, 1_001_000), (3, 1_002_000)]
+
+
 def test_rows_are_sent_while_the_history_grows(runs: Path, client: MlflowClient) -> None:
     with Tracker.start(Config(), f"{runs}/growing", {}, send_seconds=0.1) as tracker:
         history: list[dict[str, object]] = []

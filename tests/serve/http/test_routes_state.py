@@ -19,11 +19,14 @@ FACTS = [{"prompt": fact.prompt, "answer": fact.answer} for fact in world_facts(
 def test_a_roll_back_needs_to_know_where_the_alias_is(fresh: Endpoint) -> None:
     first, second = fresh.add(FACTS[0]), fresh.add(FACTS[1])
     at = fresh.admin.get("/v1/aliases/live")
+    assert at.json().keys() == {"name", "version", "revision", "at"}
+    assert at.json() in fresh.admin.get("/v1/aliases").json()["aliases"]
     move = {"json": {"version": first["version"]}}
     assert fresh.admin.put("/v1/aliases/live", **move).status_code == 428
     assert fresh.admin.put("/v1/aliases/live", **move, headers={"If-Match": '"1"'}).status_code == 412
     assert fresh.admin.put("/v1/aliases/live", **move, headers={"If-Match": "what"}).status_code == 412
     moved = fresh.admin.put("/v1/aliases/live", **move, headers={"If-Match": at.headers["ETag"]})
+    assert moved.json().keys() == at.json().keys()
     assert moved.status_code == 200 and moved.headers["ETag"] != at.headers["ETag"]
     assert fresh.complete(FACTS[1]["prompt"]) == fresh.complete(FACTS[1]["prompt"], "base")
     assert fresh.admin.get(f"/v1/edits/{second['edits'][0]['id']}").json()["state"] == "rolled_back"

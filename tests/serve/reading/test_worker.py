@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 
 from endpoints import world_facts
 from one_process import Endpoint
 
-from malmen.serve.messages import AnswerState, CountVersions, Prompt, Sampling
+from malmen.data.records import EditRecord
+from malmen.serve.messages import AnswerState, CountVersions, Evaluate, Prompt, Sampling, Scores
 from malmen.serve.problems import Problem
 from malmen.serve.reading.worker import ReaderWorker
 
@@ -43,6 +45,25 @@ def test_an_answer_that_has_ended_does_not_wait_for_the_others_of_its_batch(shar
     worker = ReaderWorker(reader, decode)
     state = asyncio.run(worker.ask(prompts[0]))
     assert isinstance(state, AnswerState) and state.finish_reason and steps == 1
+
+
+def test_evaluations_that_wait_for_the_model_do_not_stop_the_batch_that_they_wait_for(shared: Endpoint) -> None:
+    worker = shared.workers.worker
+    record = EditRecord(world_facts(1)[0])
+    answers: list[AnswerState] = []
+
+    async def meet() -> list[object]:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        evaluations: list[asyncio.Task[object]] = []
+        async for states in worker.decode_batch([Prompt(PROMPT, None, Sampling(3))]):
+            answers.extend(states)
+            if not evaluations:  # the batch has the model now, and one of these takes the only thread of the pool
+                evaluations = [asyncio.create_task(worker.ask(Evaluate([record], None, False))) for _ in range(2)]
+                await asyncio.sleep(0)
+        return list(await asyncio.gather(*evaluations))
+
+    scores = asyncio.run(asyncio.wait_for(meet(), 60))
+    assert answers[-1].finish_reason and all(isinstance(score, Scores) for score in scores)
 
 
 def test_what_is_wrong_is_a_value_in_a_stream_as_in_a_reply(shared: Endpoint) -> None:
