@@ -124,7 +124,7 @@ class Processes:
         """Ask Ray for all of them; `extra` goes into every checkpoint."""
         # On the driver's own node, so that no other node's loss can take it away.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        board = ray.remote(Board).options(num_cpus=0, scheduling_strategy=here).remote()
+        board: Any = ray.remote(Board).options(num_cpus=0, scheduling_strategy=here).remote()
         with ExitStack() as unless_started:
             unless_started.callback(ray.kill, board)
             group = HypernetGroup.start(
