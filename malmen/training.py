@@ -25,7 +25,7 @@ from malmen.edit_method import EditMethod
 from malmen.editor import Editor, seeded_editor
 from malmen.errors import EditError
 from malmen.evaluate import Evaluation, evaluate
-from malmen.lm.generate import OnProgress
+from malmen.lm.generate import OnProgress, part_of
 from malmen.lm.layers import find_layers
 from malmen.lm.model import LanguageModel, fact_encoder, load_lm
 from malmen.lm_side import LMSide
@@ -166,13 +166,13 @@ def evaluate_sets(
 ) -> list[Evaluation]:
     """Evaluations of several disjoint sets of edits, each of the unedited model."""
     chosen = compatible_records(records, sets * edits)
-
-    def evaluate_set(number: int) -> Evaluation:
-        part = chosen[number * edits : (number + 1) * edits]
-        of_set = on_progress and (lambda done, total: on_progress(number * total + done, sets * total))
-        return evaluate_editor(lm, editor, part, config, edits=edits, generate=generate, on_progress=of_set)
-
-    return [evaluate_set(number) for number in range(sets)]
+    return [
+        evaluate_editor(
+            lm, editor, chosen[number * edits : (number + 1) * edits], config,
+            edits=edits, generate=generate, on_progress=part_of(on_progress, number, sets),
+        )
+        for number in range(sets)
+    ]  # fmt: skip
 
 
 def check_enough(records: list[EditRecord], number: int) -> list[EditRecord]:

@@ -16,6 +16,7 @@ from malmen.data.tokens import EncodedFact, TokenBatch, make_batches
 from malmen.errors import EditError
 from malmen.lm.hooks import hooked
 from malmen.lm.model import LanguageModel, fact_encoder
+from malmen.lm.trace import rows_at
 
 
 @dataclass(frozen=True)
@@ -99,39 +100,32 @@ def _captured(
     lm: LanguageModel, module: nn.Module, placed: Sequence[Placed], token_budget: int, *, of_input: bool
 ) -> Tensor:
     """The module's input or output at each subject's last token (facts, width), in float32 at least."""
-    rows: dict[int, Tensor] = {}
-    captured: list[Tensor] = []
+    batches = make_batches([fact.encoded for fact in placed], token_budget, lm.pad_id)
+    seen: list[Tensor] = []  # by batch
 
     def hook(_module: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
-        captured.append(args[0] if of_input else output if isinstance(output, Tensor) else output[0])
+        states = args[0] if of_input else output if isinstance(output, Tensor) else output[0]
+        seen.append(rows_at(last_tokens(batches[len(seen)], placed), states))
 
     with hooked([(module, hook)]):
-        for batch in make_batches([fact.encoded for fact in placed], token_budget, lm.pad_id):
-            captured.clear()
+        for batch in batches:
             lm.logits(batch.to(lm.device))
-            positions, states = positions_in(batch, placed), captured[0]
-            if states.dim() == 2:  # OPT's FFN flattens the batch
-                states = states.unflatten(0, (len(positions), -1))
-            states = states[torch.arange(len(positions)), positions]
-            states = states.to(torch.promote_types(states.dtype, torch.float32))  # differences of them are used
-            for index, row in zip(batch.facts.tolist(), states, strict=True):
-                rows[index] = row
-    return torch.stack([rows[index] for index in range(len(placed))])
+    states = torch.cat(seen)[torch.cat([batch.facts for batch in batches]).argsort()]
+    return states.to(torch.promote_types(states.dtype, torch.float32))  # differences of them are used
 
 
-def positions_in(batch: TokenBatch, placed: Sequence[Placed]) -> Tensor:
-    """The positions of the subjects' last tokens, one for each row of a batch."""
-    return torch.tensor([placed[index].position for index in batch.facts.tolist()])
+def last_tokens(batch: TokenBatch, placed: Sequence[Placed]) -> Tensor:
+    """Which of a batch's tokens (facts, length) are the last ones of the subjects: one in each row."""
+    positions = torch.tensor([placed[index].position for index in batch.facts.tolist()])
+    return torch.arange(batch.answer_mask.shape[1]) == positions[:, None]
 
 
-def add_at(rows: Tensor, positions: Tensor) -> Callable[[nn.Module, Any, Any], Any]:
-    """A hook that adds a row (batch, hidden) to a block's output, at one position of each row of the batch."""
+def add_at(rows: Tensor, places: Tensor) -> Callable[[nn.Module, Any, Any], Any]:
+    """A hook that adds a row (batch, hidden) to a block's output at the one place (batch, length) of each row."""
 
     def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
         hidden = output if isinstance(output, Tensor) else output[0]
-        places = torch.zeros(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
-        places[torch.arange(len(positions), device=hidden.device), positions.to(hidden.device)] = True
-        changed = hidden + places[..., None] * rows[:, None].to(hidden.dtype)
+        changed = hidden + places[..., None].to(hidden.device) * rows[:, None].to(hidden.dtype)
         return changed if isinstance(output, Tensor) else (changed, *output[1:])
 
     return hook

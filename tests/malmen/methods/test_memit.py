@@ -26,9 +26,8 @@ from malmen.lm.key_moments import key_moments, read_texts
 from malmen.lm.layers import find_layers
 from malmen.lm.model import LanguageModel, load_lm
 from malmen.lm.overlay import edited
-from malmen.methods.memit import Memit, spread
-from malmen.methods.subject_tokens import Placed, Places, add_at, block_of, hidden_at, positions_in
-from malmen.methods.subject_values import _parts, find_values
+from malmen.methods.memit import Memit, _parts, find_values, spread
+from malmen.methods.subject_tokens import Placed, Places, add_at, block_of, hidden_at, last_tokens
 
 FACTS = edits_of(world_records("validation")[:4])
 
@@ -153,7 +152,7 @@ def test_values_make_the_answers_of_a_real_model_more_probable(tmp_path: Path) -
     assert (found.norm(dim=-1) <= 4 * before.norm(dim=-1) * (1 + 1e-5)).all()
     (batch,) = make_batches([one.encoded for one in placed], 10**9, lm.pad_id)
     plain = lm.log_probs(batch).gather(1, batch.targets[:, None])
-    handle = block_of(lm, 0).register_forward_hook(add_at(found[batch.facts], positions_in(batch, placed)))
+    handle = block_of(lm, 0).register_forward_hook(add_at(found[batch.facts], last_tokens(batch, placed)))
     moved = lm.log_probs(batch).gather(1, batch.targets[:, None])
     handle.remove()
     assert moved.sum() > plain.sum() + 1
