@@ -182,18 +182,12 @@ def _questions(encoder: FactEncoder, records: Sequence[EditRecord]) -> list[_Que
     for kind, listed in facts.items():
         encoded = [encoder.encode(fact) for fact in listed]
         longest = max((len(fact.targets) for fact in encoded), default=0) + 1  # one more, to see whether the text ends
-        questions += [
-            _Question(kind, fact, tokens, _new_tokens(tokens, longest, encoder))
-            for fact, tokens in zip(listed, encoded, strict=True)
-        ]
+        for fact, tokens in zip(listed, encoded, strict=True):
+            # As many new tokens for all, so that people can compare; where a prompt leaves less room, as many as its
+            # own answer has.
+            room = encoder.max_length - tokens.first if encoder.kind == "decoder" else longest
+            questions.append(_Question(kind, fact, tokens, max(len(tokens.targets), min(longest, room))))
     return questions
-
-
-def _new_tokens(fact: EncodedFact, longest: int, encoder: FactEncoder) -> int:
-    """As many for all, so that people can compare; where a prompt leaves less room, as many as its own answer has."""
-    if encoder.kind != "decoder":
-        return longest
-    return max(len(fact.targets), min(longest, encoder.max_length - fact.first))
 
 
 def _successes(

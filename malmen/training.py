@@ -166,13 +166,13 @@ def evaluate_sets(
 ) -> list[Evaluation]:
     """Evaluations of several disjoint sets of edits, each of the unedited model."""
     chosen = compatible_records(records, sets * edits)
-    return [
-        evaluate_editor(
-            lm, editor, chosen[number * edits : (number + 1) * edits], config,
-            edits=edits, generate=generate, on_progress=part_of(on_progress, number, sets),
+    evaluations = []
+    for number in range(sets):
+        part, progress = chosen[number * edits : (number + 1) * edits], part_of(on_progress, number, sets)
+        evaluations.append(
+            evaluate_editor(lm, editor, part, config, edits=edits, generate=generate, on_progress=progress)
         )
-        for number in range(sets)
-    ]  # fmt: skip
+    return evaluations
 
 
 def check_enough(records: list[EditRecord], number: int) -> list[EditRecord]:

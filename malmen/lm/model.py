@@ -189,27 +189,30 @@ def _loading_errors(config: ModelConfig) -> Iterator[None]:
 def _kind_and_config(config: ModelConfig) -> tuple[Kind, PretrainedConfig]:
     name, options = _location(config)
     hf_config = AutoConfig.from_pretrained(name, **options)
-    return (config.kind if config.kind != "auto" else _kind(hf_config)), hf_config
+    if config.kind != "auto":
+        return config.kind, hf_config
+    if getattr(hf_config, "is_encoder_decoder", False):
+        return "encoder-decoder", hf_config
+    return ("classifier" if hf_config.model_type == "bert" else "decoder"), hf_config
 
 
 def _location(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     if config.name == "builtin":
         check_world_model()
-        return str(WORLD_MODEL), {}
-    path = Path(config.name).expanduser()
+    source, options = find_source(config.name)
+    if options and not (Path(source) / options["gguf_file"]).is_file():
+        raise EditError(f"the model file {config.name} does not exist")
+    if config.revision and not Path(source).is_dir():
+        return source, {"revision": config.revision}
+    return source, options
+
+
+def find_source(model_name: str) -> tuple[str, dict[str, str]]:
+    """What transformers is given to find a model, from wherever it is called."""
+    path = WORLD_MODEL if model_name == "builtin" else Path(model_name).expanduser()
     if path.suffix == ".gguf":
-        if not path.is_file():
-            raise EditError(f"the model file {path} does not exist")
-        return str(path.parent), {"gguf_file": path.name}
-    if path.is_dir():
-        return str(path), {}
-    return config.name, {"revision": config.revision} if config.revision else {}
-
-
-def _kind(hf_config: PretrainedConfig) -> Kind:
-    if getattr(hf_config, "is_encoder_decoder", False):
-        return "encoder-decoder"
-    return "classifier" if hf_config.model_type == "bert" else "decoder"
+        return str(path.parent.resolve()), {"gguf_file": path.name}
+    return (str(path.resolve()) if path.is_dir() else model_name), {}
 
 
 def _first_line(error: Exception) -> str:

@@ -250,9 +250,9 @@ def test_a_corpus_is_read_only_as_far_as_it_is_needed(tmp_path: Path) -> None:
             read.append(number)
             yield FACTS[number % len(FACTS)].prompt
 
-    found = key_moments(lm, layers, endless(), 20)
+    found = key_moments(lm, layers, endless(), 20, cache=tmp_path / "endless")
     assert 0 < len(read) < 1000
-    same = key_moments(lm, layers, [fact.prompt for fact in FACTS] * 20, 20)
+    same = key_moments(lm, layers, [fact.prompt for fact in FACTS] * 20, 20, cache=tmp_path / "repeated")
     assert_close(found.by_layer, same.by_layer, rtol=1e-12, atol=0)
 
 
