@@ -65,7 +65,7 @@ def fill_or_resume(lm: LanguageModel, stem: Stem) -> Iterator[None]:
 
     def keep(stack: str) -> Callable[..., None]:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            stem.outputs[stack] = _detach(output)
+            stem.outputs[stack] = output
             lm.plain_blocks = isinstance(output, Tensor)
 
         return hook
@@ -80,12 +80,6 @@ def _constant(output: Any) -> Callable[..., Any]:
 
 def _blocks(lm: LanguageModel, stack: str) -> nn.ModuleList:
     return cast(nn.ModuleList, lm.model.get_submodule(lm.stacks[stack]))
-
-
-def _detach(output: Any) -> Any:
-    if isinstance(output, Tensor):
-        return output.detach()
-    return tuple(part.detach() if isinstance(part, Tensor) else part for part in output)
 
 
 # --- by fact -----------------------------------------------------------------------------------------
@@ -108,14 +102,14 @@ def remember_stem(
     """Put the stems of a batch of these facts into the cache, fact by fact."""
     if lm.kind == "encoder-decoder" or not batch.counts:
         return
+    hidden = {
+        _kind(stack, stem.height[stack]): output if isinstance(output, Tensor) else output[0]
+        for stem in stems
+        for stack, output in stem.outputs.items()
+    }
     lengths = batch.masks["decoder"].sum(-1).tolist()
     for row, (place, length) in enumerate(zip(batch.facts.tolist(), lengths, strict=True)):
-        parts = {
-            _kind(stack, count): _hidden(stem.outputs[stack])[row, :length]
-            for stem in stems
-            for stack, count in stem.height.items()
-        }
-        cache.put(facts[place], parts)
+        cache.put(facts[place], {kind: states[row, :length] for kind, states in hidden.items()})
 
 
 def recall_stem(
@@ -145,7 +139,3 @@ def _has_plain_blocks(lm: LanguageModel, batch: TokenBatch) -> bool:
 
 def _kind(stack: str, count: int) -> str:
     return f"hidden/{stack}/{count}"
-
-
-def _hidden(output: Any) -> Tensor:
-    return cast(Tensor, output if isinstance(output, Tensor) else output[0])

@@ -13,7 +13,7 @@ from malmen.data.records import Fact
 from malmen.data.tokens import EncodedFact, make_batches
 from malmen.edit_method import PlainEdit, UntrainedMethod, finite, require_facts
 from malmen.errors import EditError
-from malmen.lm.layers import LayerSpec, find_layers
+from malmen.lm.layers import find_layers
 from malmen.lm.losses import nll
 from malmen.lm.model import LanguageModel, fact_encoder
 from malmen.lm.overlay import edited, upright_weight
@@ -24,7 +24,9 @@ class FineTune(UntrainedMethod):
 
     def __init__(self, lm: LanguageModel, config: Config) -> None:
         self.config, self.settings = config, config.baselines.ft
-        self.layers = ffn_layers(lm, self.settings.layers, self.settings.ffn)
+        ways = ("first", "second") if self.settings.ffn == "both" else (self.settings.ffn,)
+        found = [layer for way in ways for layer in find_layers(lm.model, self.settings.layers, way)]
+        self.layers = list(dict.fromkeys(found))  # layers that are named are found either way
 
     def edit(self, lm: LanguageModel, facts: Sequence[Fact]) -> PlainEdit:
         """Epochs of AdamW over the facts, in an order that the seed fixes."""
@@ -53,13 +55,6 @@ class FineTune(UntrainedMethod):
             with edited(lm, {name: weight - frozen[name] for name, weight in weights.items()}):
                 loss = nll(lm.log_probs(batch), batch.targets)
             (loss / len(facts)).backward()  # type: ignore[no-untyped-call]
-
-
-def ffn_layers(lm: LanguageModel, layers: str | Sequence[str], ffn: str) -> list[LayerSpec]:
-    """The layers that a rule names; `both` takes both linears of each FFN."""
-    ways = ("first", "second") if ffn == "both" else (ffn,)
-    by_name = {layer.name: layer for way in ways for layer in find_layers(lm.model, layers, way)}
-    return list(by_name.values())
 
 
 def _full_weight(lm: LanguageModel, name: str) -> Tensor:

@@ -42,17 +42,18 @@ class Places:
             raise EditError(
                 f"MEMIT needs the subject of {fact.prompt!r}: give the row a `subject`, or rephrasings that share it"
             )
+        prompt = prefix + fact.prompt
         name = re.escape(fact.subject)  # as a word of its own, or anywhere: not every script separates words
         match = re.search(rf"(?<!\w){name}(?!\w)", fact.prompt) or re.search(name, fact.prompt)
-        text, special = self.encoder.prompt_text(prefix + fact.prompt)
-        begin = text.find(prefix + fact.prompt)  # a chat template may trim it
+        text, special = self.encoder.prompt_text(prompt)
+        begin = text.find(prompt)  # a chat template may trim it
         if match is None or begin < 0:
             raise EditError(f"the subject {fact.subject!r} is not in the prompt {fact.prompt!r}")
         end = begin + len(prefix) + match.end()
         spans = self.lm.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)["offset_mapping"]
         position = max(index for index, (first, last) in enumerate(spans) if first < end and last > first)
-        encoded = self.encoder.encode(Fact(prefix + fact.prompt, fact.answer))
-        if encoded.first + 1 != len(self.encoder.prompt_ids(prefix + fact.prompt)):
+        encoded = self.encoder.encode(Fact(prompt, fact.answer))
+        if encoded.first + 1 != len(self.encoder.prompt_ids(prompt)):
             raise EditError(
                 f"the prompt {fact.prompt[:60]!r} … is too long for MEMIT: truncated, it may lose its subject"
             )

@@ -22,9 +22,7 @@ from malmen.lm.layers import find_layers
 from malmen.lm.model import LanguageModel, encode_batches
 from malmen.lm.trace import LayerTrace, trace
 
-Norms = dict[
-    str, RunningNorm
-]  # running statistics of keys and value gradients, by layer; a series of edits shares them
+Norms = dict[str, RunningNorm]  # of the keys and value gradients of each layer; a series of edits shares them
 
 
 class UltraEdit(UntrainedMethod):
