@@ -139,7 +139,7 @@ def _write_lora(
         down, up, full_rank = _factorise(shift, max_rank)
         factors[f"base_model.model.{name}.lora_A.weight"] = down
         factors[f"base_model.model.{name}.lora_B.weight"] = up
-        error = _share(up.double() @ down.double() - shift, shift)
+        error = float((up.double() @ down.double() - shift).norm()) / (notes[name]["norm"] or 1)
         notes[name] |= {"rank": len(down), "full_rank": full_rank, "relative_error": error}
     save_file(factors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     ranks = {name: note["rank"] for name, note in notes.items()}
@@ -193,7 +193,7 @@ def _write_merged(folder: Path, lm: LanguageModel, shifts: Shifts, notes: _Notes
         state[f"{name}.weight"] = rounded = exact.to(weight.dtype)
         if not rounded.isfinite().all():
             raise EditError(f"W + S of layer {name!r} is beyond {weight.dtype}; load the base model in float32")
-        notes[name]["rounding_error"] = _share(rounded - exact, shift)
+        notes[name]["rounding_error"] = float((rounded - exact).norm()) / (notes[name]["norm"] or 1)
     _save_model(folder, model, state)
     if lm.tokenizer is not None:
         lm.tokenizer.save_pretrained(folder)
@@ -252,12 +252,6 @@ def _sizes(lm: LanguageModel, name: str, shift: Tensor) -> dict[str, Any]:
 def _as_weight(lm: LanguageModel, name: str, shift: Tensor) -> Tensor:
     """A shift (value, key) oriented as the layer's weight; by type, because shapes of square layers do not tell."""
     return shift.T if is_conv1d(lm.model.get_submodule(name)) else shift
-
-
-def _share(difference: Tensor, shift: Tensor) -> float:
-    """‖difference‖/‖S‖; 0 where nothing changes."""
-    norm = float(shift.double().norm())
-    return float(difference.norm()) / norm if norm else 0.0
 
 
 def _checksum(path: Path) -> dict[str, Any]:

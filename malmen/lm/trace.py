@@ -34,12 +34,12 @@ def trace(lm: LanguageModel, layers: Sequence[LayerSpec], batches: Iterable[Toke
     probes is ∇_v L. No weight takes a gradient. L is a sum over tokens, so batches do not mix. Rows come
     in the order of the facts, however they were batched.
     """
-    parts: dict[str, list[tuple[LayerTrace, Tensor]]] = {layer.name: [] for layer in layers}
+    parts: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {layer.name: [] for layer in layers}
     for batch in batches:
         batch = batch.to(lm.device)
         traces = _trace_batch(lm, layers, batch, tokens)
         for layer, part in zip(layers, traces if batch.counts else (), strict=batch.counts):
-            parts[layer.name].append((part, batch.fact_of(batch.traced_mask(layer.stack, tokens))))
+            parts[layer.name].append((*part, batch.fact_of(batch.traced_mask(layer.stack, tokens))))
     return {layer.name: _in_order(parts[layer.name]) if parts[layer.name] else _nothing(lm, layer) for layer in layers}
 
 
@@ -72,12 +72,10 @@ def rows_at(mask: Tensor, seen: Tensor) -> Tensor:
     return seen.reshape(*mask.shape, seen.shape[-1])[mask.to(seen.device)]
 
 
-def _in_order(parts: list[tuple[LayerTrace, Tensor]]) -> LayerTrace:
-    order = torch.cat([facts for _, facts in parts]).argsort(stable=True)
-    return LayerTrace(
-        torch.cat([part.keys for part, _ in parts])[order],
-        torch.cat([part.value_grads for part, _ in parts])[order],
-    )
+def _in_order(parts: list[tuple[Tensor, Tensor, Tensor]]) -> LayerTrace:
+    keys, value_grads, facts = (torch.cat(rows) for rows in zip(*parts, strict=True))
+    order = facts.argsort(stable=True)
+    return LayerTrace(keys[order], value_grads[order])
 
 
 def _nothing(lm: LanguageModel, layer: LayerSpec) -> LayerTrace:
