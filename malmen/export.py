@@ -66,7 +66,15 @@ def export_edit(
     if max_rank < 1:
         raise UsageError(f"max_rank is {max_rank}: expected 1 or more")
     _check_target(folder, model_name)
-    stored, base = _check_shifts(lm, shifts), _base_model(lm, model_name)
+    stored = _check_shifts(lm, shifts)
+    commit = getattr(cast(Any, lm.model).config, "_commit_hash", None)  # of a model from the hub
+    base = {
+        "name": model_name,
+        "revision": None if Path(find_source(model_name)[0]).exists() else commit,
+        "fingerprint": lm.fingerprint(),
+        "kind": lm.kind,
+        "dtype": str(lm.dtype).removeprefix("torch."),
+    }
     with atomic_folder(folder, replaces=MANIFEST) as fresh:
         notes = {name: _sizes(lm, name, shift) for name, shift in stored.items()}
         if kind == "delta":
@@ -213,17 +221,6 @@ def _save_model(folder: Path, model: Any, state: dict[str, Tensor]) -> None:
     handle.save_pretrained(folder, state_dict=state)
     if model.can_generate():
         model.generation_config.to_json_file(folder / "generation_config.json")
-
-
-def _base_model(lm: LanguageModel, model_name: str) -> dict[str, Any]:
-    commit = getattr(cast(Any, lm.model).config, "_commit_hash", None)  # of a model from the hub
-    return {
-        "name": model_name,
-        "revision": None if Path(find_source(model_name)[0]).exists() else commit,
-        "fingerprint": lm.fingerprint(),
-        "kind": lm.kind,
-        "dtype": str(lm.dtype).removeprefix("torch."),
-    }
 
 
 def _readme(kind: ExportKind, base: dict[str, Any], shifts: Shifts, facts: int) -> str:

@@ -89,17 +89,16 @@ class KeyMoments:
 
 def read_texts(path: Path) -> Iterator[str]:
     """The texts of a corpus, one a line; only as much of the file is read as is used."""
-    is_empty = True
     try:
         with path.open(encoding="utf-8") as file:
-            for line in file:
-                if line.strip():
-                    is_empty = False
-                    yield line.strip()
+            texts = (line.strip() for line in file if line.strip())
+            first = next(texts, None)
+            if first is None:
+                raise EditError(f"the corpus {path} holds no text: expected one text a line")
+            yield first
+            yield from texts
     except (OSError, UnicodeDecodeError) as error:
         raise EditError(f"cannot read the corpus {path}: {error}") from error
-    if is_empty:
-        raise EditError(f"the corpus {path} holds no text: expected one text a line")
 
 
 def key_moments(

@@ -37,13 +37,16 @@ def trace(lm: LanguageModel, layers: Sequence[LayerSpec], batches: Iterable[Toke
     parts: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {layer.name: [] for layer in layers}
     for batch in batches:
         batch = batch.to(lm.device)
-        traces = _trace_batch(lm, layers, batch, tokens)
-        for layer, part in zip(layers, traces if batch.counts else (), strict=batch.counts):
-            parts[layer.name].append((*part, batch.fact_of(batch.traced_mask(layer.stack, tokens))))
+        traces = _trace_batch(lm, layers, batch)
+        for layer in layers if batch.counts else ():
+            mask = batch.traced_mask(layer.stack, tokens)
+            keys, value_grads = (rows_at(mask, part).to(lm.device) for part in traces[layer.name])
+            parts[layer.name].append((keys, value_grads, batch.fact_of(mask)))
     return {layer.name: _in_order(parts[layer.name]) if parts[layer.name] else _nothing(lm, layer) for layer in layers}
 
 
-def _trace_batch(lm: LanguageModel, layers: Sequence[LayerSpec], batch: TokenBatch, tokens: str) -> list[LayerTrace]:
+def _trace_batch(lm: LanguageModel, layers: Sequence[LayerSpec], batch: TokenBatch) -> Traces:
+    """Of all tokens, as the layers see them."""
     keys: dict[str, Tensor] = {}
     probes: dict[str, Tensor] = {}
 
@@ -58,12 +61,8 @@ def _trace_batch(lm: LanguageModel, layers: Sequence[LayerSpec], batch: TokenBat
     hooks = [(lm.model.get_submodule(layer.name), probe(layer.name)) for layer in layers]
     with hooked(hooks), torch.enable_grad():
         edit_loss = nll(lm.log_probs(batch), batch.targets)
-    grads = torch.autograd.grad(edit_loss, [probes[layer.name] for layer in layers])
-    masks = [batch.traced_mask(layer.stack, tokens) for layer in layers]
-    return [
-        LayerTrace(*(rows_at(mask, part).to(lm.device) for part in (keys[layer.name], grad)))
-        for layer, mask, grad in zip(layers, masks, grads, strict=True)
-    ]
+    grads = torch.autograd.grad(edit_loss, list(probes.values()))
+    return {name: LayerTrace(keys[name], grad) for name, grad in zip(probes, grads, strict=True)}
 
 
 def rows_at(mask: Tensor, seen: Tensor) -> Tensor:
