@@ -208,22 +208,20 @@ def _successes(
         successes[metric.kind] = Success(
             tokens=_mean(hit for row in hits for hit in row),
             exact=_mean(all(row) for row in hits),
-            generated=_mean(_starts(ids, fact) for fact, ids in generated),
-            ended=_mean(_starts(ids, fact) and _ends(lm, ids, fact) for fact, ids in generated),
+            generated=_mean(ids[: len(fact.targets)] == fact.targets for fact, ids in generated),
+            ended=_mean(_ends(lm, ids, fact) for fact, ids in generated),
         )
     return successes
 
 
-def _starts(ids: list[int], fact: EncodedFact) -> bool:
-    return ids[: len(fact.targets)] == fact.targets
-
-
 def _ends(lm: LanguageModel, ids: list[int], fact: EncodedFact) -> bool:
-    """Whether the text ends after the answer: by the end mark, a new line, or a mark that closes a clause.
+    """Whether the text is the answer and ends after it: by the end mark, a new line, or a mark that closes a clause.
 
     An answer that takes all the room there is has not been seen to end.
     """
     answer, rest = ids[: len(fact.targets)], ids[len(fact.targets) :]
+    if answer != fact.targets:
+        return False
     if lm.tokenizer.eos_token_id in (answer[-1], *rest[:1]):
         return True
     return str(lm.tokenizer.decode(rest)).lstrip(" ")[:1] in _END_MARKS if rest else False

@@ -151,7 +151,21 @@ def _write_lora(
         notes[name] |= {"rank": len(down), "full_rank": full_rank, "relative_error": error}
     save_file(factors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     ranks = {name: note["rank"] for name, note in notes.items()}
-    _write_json(folder / "adapter_config.json", _adapter_config(lm, base, ranks))
+    largest = max(ranks.values())
+    others = {name: rank for name, rank in ranks.items() if rank != largest}  # not all readers know patterns
+    config = {
+        "peft_type": "LORA",
+        "task_type": _KINDS[lm.kind][1],
+        "base_model_name_or_path": find_source(base["name"])[0],
+        "revision": base["revision"],
+        "target_modules": list(ranks),
+        "fan_in_fan_out": any(is_conv1d(lm.model.get_submodule(name)) for name in ranks),
+        "r": largest,
+        "lora_alpha": largest,  # the rank, so that PEFT scales by 1
+        "rank_pattern": others,
+        "alpha_pattern": others,
+    }
+    _write_json(folder / "adapter_config.json", config)
 
 
 def _factorise(shift: Tensor, max_rank: int) -> tuple[Tensor, Tensor, int]:
@@ -168,24 +182,6 @@ def _factorise(shift: Tensor, max_rank: int) -> tuple[Tensor, Tensor, int]:
     root = values[:rank].sqrt()  # evenly to both sides, so that both keep their digits
     down, up = root[:, None] * right[:rank], left[:, :rank] * root
     return down.to(shift.dtype).contiguous(), up.to(shift.dtype).contiguous(), full_rank
-
-
-def _adapter_config(lm: LanguageModel, base: dict[str, Any], ranks: dict[str, int]) -> dict[str, Any]:
-    """alpha = rank, so that PEFT scales by 1; patterns only where ranks differ, for not all readers know them."""
-    largest = max(ranks.values())
-    others = {name: rank for name, rank in ranks.items() if rank != largest}
-    return {
-        "peft_type": "LORA",
-        "task_type": _KINDS[lm.kind][1],
-        "base_model_name_or_path": find_source(base["name"])[0],
-        "revision": base["revision"],
-        "target_modules": list(ranks),
-        "fan_in_fan_out": any(is_conv1d(lm.model.get_submodule(name)) for name in ranks),
-        "r": largest,
-        "lora_alpha": largest,
-        "rank_pattern": others,
-        "alpha_pattern": others,
-    }
 
 
 def _write_merged(folder: Path, lm: LanguageModel, shifts: Shifts, notes: _Notes) -> None:

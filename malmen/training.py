@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,8 @@ class TrainingRun:
     folder: Path
     lm: LanguageModel
     editor: Editor
-    history: list[dict[str, Any]] = field(default_factory=list)
-    seconds: float = 0.0
+    history: list[dict[str, Any]]
+    seconds: float
 
 
 def train(
@@ -73,7 +73,6 @@ def train(
         make_editor(lm, config) if opened.checkpoint is None else load_editor(opened.checkpoint, lm, optimizer=True)
     )
     editor.config = config
-    run = TrainingRun(folder, lm, editor, opened.history)
     opened.begin()
     opened.cut(editor.steps_done)
     caches, training = sampler.caches(fingerprint, lm.dtype), config.training
@@ -103,8 +102,7 @@ def train(
         if _is_measured(training, step):
             measure()
     opened.begin({"finished": True})
-    run.seconds = time.perf_counter() - start
-    return run
+    return TrainingRun(folder, lm, editor, opened.history, time.perf_counter() - start)
 
 
 def _read_data(lm: LanguageModel, config: Config) -> tuple[Sampler, list[EditRecord]]:

@@ -82,8 +82,7 @@ class LanguageModel:
     @property
     def pad_id(self) -> int:
         """The token of padded positions; they are masked, so any token will do."""
-        pad = getattr(self.tokenizer, "pad_token_id", None)
-        return 0 if pad is None else int(pad)
+        return int(getattr(self.tokenizer, "pad_token_id", None) or 0)
 
     @property
     def max_positions(self) -> int | None:
@@ -94,8 +93,7 @@ class LanguageModel:
     @property
     def decoder_start(self) -> int:
         """The token that starts an encoder-decoder's answers."""
-        start = getattr(cast(Any, self.model).config, "decoder_start_token_id", None)
-        return 0 if start is None else int(start)
+        return int(getattr(cast(Any, self.model).config, "decoder_start_token_id", None) or 0)
 
     def logits(self, batch: TokenBatch) -> Tensor:
         """Logits (answer tokens, vocabulary) at the answer positions only, in the order of `batch.targets`."""
@@ -180,8 +178,9 @@ def _loading_errors(config: ModelConfig) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError, SafetensorError, struct.error) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]  # from the second on: advice
         raise EditError(
-            f"cannot load the model {config.name!r}: {_first_line(error)} "
+            f"cannot load the model {config.name!r}: {lines[0] if lines else type(error).__name__} "
             "(expected `builtin`, a folder with config.json and safetensors, a .gguf file, or a hub name)"
         ) from error
 
@@ -213,11 +212,6 @@ def find_source(model_name: str) -> tuple[str, dict[str, str]]:
     if path.suffix == ".gguf":
         return str(path.parent.resolve()), {"gguf_file": path.name}
     return (str(path.resolve()) if path.is_dir() else model_name), {}
-
-
-def _first_line(error: Exception) -> str:
-    """What went wrong; the lines below it are transformers' advice."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def fact_encoder(lm: LanguageModel, data: DataConfig) -> FactEncoder:

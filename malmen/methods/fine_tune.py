@@ -10,7 +10,7 @@ from torch import Tensor
 
 from malmen.config import Config
 from malmen.data.records import Fact
-from malmen.data.tokens import EncodedFact, make_batches
+from malmen.data.tokens import make_batches
 from malmen.edit_method import PlainEdit, UntrainedMethod, finite, require_facts
 from malmen.errors import EditError
 from malmen.lm.layers import find_layers
@@ -41,20 +41,15 @@ class FineTune(UntrainedMethod):
         for epoch in range(self.settings.epochs):
             order = random.Random(f"ft/{self.config.seed}/{epoch}").sample(encoded, len(encoded))
             for first in range(0, len(order), self.settings.batch_facts):
+                step = order[first : first + self.settings.batch_facts]
                 optimizer.zero_grad(set_to_none=True)
-                self._backward(lm, order[first : first + self.settings.batch_facts], weights, frozen)
+                for batch in make_batches(step, self.config.batch.token_budget, lm.pad_id):
+                    batch = batch.to(lm.device)
+                    with edited(lm, {name: weight - frozen[name] for name, weight in weights.items()}):
+                        loss = nll(lm.log_probs(batch), batch.targets) / len(step)
+                    loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
         return PlainEdit(finite({name: (weights[name].detach() - frozen[name]).double() for name in weights}))
-
-    def _backward(
-        self, lm: LanguageModel, facts: Sequence[EncodedFact], weights: dict[str, Tensor], frozen: dict[str, Tensor]
-    ) -> None:
-        """Add the gradient of −log p(y|x), averaged over these facts."""
-        for batch in make_batches(facts, self.config.batch.token_budget, lm.pad_id):
-            batch = batch.to(lm.device)
-            with edited(lm, {name: weight - frozen[name] for name, weight in weights.items()}):
-                loss = nll(lm.log_probs(batch), batch.targets)
-            (loss / len(facts)).backward()  # type: ignore[no-untyped-call]
 
 
 def _full_weight(lm: LanguageModel, name: str) -> Tensor:
