@@ -55,10 +55,6 @@ class FactRows:
             {name: [count for part in parts for count in part.counts[name]] for name in parts[0].counts},
         )
 
-    def equations(self) -> dict[str, NormalEquation]:
-        """The normal equation of these facts, by layer."""
-        return {name: NormalEquation.of(*targets) for name, targets in self.targets.items()}
-
     def to(self, device: torch.device) -> FactRows:
         """The rows on another device."""
         moved = {name: LayerTargets(*(part.to(device) for part in targets)) for name, targets in self.targets.items()}
@@ -106,7 +102,7 @@ class EditSet:
                 continue
             if sums is None and join is sub:
                 raise EditError(f"cannot remove {len(rows)} facts from a set that holds none")
-            change = rows.equations()
+            change = {name: NormalEquation.of(*targets) for name, targets in rows.targets.items()}
             sums = change if sums is None else {name: join(sums[name], change[name]) for name in sums}
             count = join(count, len(rows))
         if count < 0:

@@ -11,8 +11,6 @@ from torch import nn
 
 from malmen.errors import UsageError
 
-RULES = "`last:K`, `first:K`, `middle:K`, `ends:K`, `every:K`, `all`"
-
 # How the names of FFN linears end, by family: GPT-2 · GPT-J · Llama and kin · T5 · BERT · GPT-NeoX · OPT
 _FFN_NAMES = {
     "first": (
@@ -99,7 +97,8 @@ def find_layers(model: nn.Module, layers: str | Sequence[str] = "last:6", ffn: s
 def _blocks_of_rule(rule: str, num_blocks: int, stack: str) -> Sequence[int]:
     match = re.fullmatch(r"(last|first|middle|ends|every):(\d+)|all", rule)
     if match is None:
-        raise UsageError(f"unknown layer rule {rule!r}: expected {RULES} or a list of module names")
+        rules = "`last:K`, `first:K`, `middle:K`, `ends:K`, `every:K`, `all`"
+        raise UsageError(f"unknown layer rule {rule!r}: expected {rules} or a list of module names")
     if rule == "all":
         return range(num_blocks)
     count, most = int(match[2]), num_blocks // 2 if match[1] == "ends" else num_blocks

@@ -26,8 +26,18 @@ from malmen.lm.key_moments import key_moments, read_texts
 from malmen.lm.layers import find_layers
 from malmen.lm.model import LanguageModel, load_lm
 from malmen.lm.overlay import edited
-from malmen.methods.memit import Memit, _parts, find_values, spread
-from malmen.methods.subject_tokens import Placed, Places, add_at, block_of, hidden_at, last_tokens
+from malmen.methods.memit import (
+    Memit,
+    Placed,
+    Places,
+    _parts,
+    add_at,
+    block_of,
+    find_values,
+    hidden_at,
+    last_tokens,
+    spread,
+)
 
 FACTS = edits_of(world_records("validation")[:4])
 
