@@ -37,10 +37,8 @@ class FactRows:
         """The rows of these facts alone."""
         targets = {}
         for name, counts in self.counts.items():
-            ends = list(accumulate(counts))
-            rows = torch.tensor(
-                [row for fact in facts for row in range(ends[fact] - counts[fact], ends[fact])], dtype=torch.long
-            )
+            spans = [range(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
+            rows = torch.tensor([row for fact in facts for row in spans[fact]], dtype=torch.long)
             targets[name] = LayerTargets(*(part[rows.to(part.device)] for part in self.targets[name]))
         return FactRows(targets, {name: [counts[fact] for fact in facts] for name, counts in self.counts.items()})
 

@@ -95,6 +95,10 @@ class LanguageModel:
         """The token that starts an encoder-decoder's answers."""
         return int(getattr(cast(Any, self.model).config, "decoder_start_token_id", None) or 0)
 
+    def blocks(self, stack: str) -> nn.ModuleList:
+        """The transformer blocks of a stack, from below."""
+        return cast(nn.ModuleList, self.model.get_submodule(self.stacks[stack]))
+
     def logits(self, batch: TokenBatch) -> Tensor:
         """Logits (answer tokens, vocabulary) at the answer positions only, in the order of `batch.targets`."""
         if self.kind == "classifier":

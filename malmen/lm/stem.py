@@ -36,17 +36,17 @@ def stem_blocks(lm: LanguageModel, layers: list[LayerSpec]) -> Height:
     A decoder that attends to an edited encoder is reached from its first block on.
     """
     first = {
-        stack: min((layer.block for layer in layers if layer.stack == stack), default=len(_blocks(lm, stack)))
+        stack: min((layer.block for layer in layers if layer.stack == stack), default=len(lm.blocks(stack)))
         for stack in lm.stacks
     }
-    if "encoder" in first and first["encoder"] < len(_blocks(lm, "encoder")):
+    if "encoder" in first and first["encoder"] < len(lm.blocks("encoder")):
         first["decoder"] = 0
     return {stack: count for stack, count in first.items() if count > 0}
 
 
 def all_blocks(lm: LanguageModel) -> Height:
     """The height at which every block is below: what is left is the final norm and the head."""
-    return {stack: len(_blocks(lm, stack)) for stack in lm.stacks}
+    return {stack: len(lm.blocks(stack)) for stack in lm.stacks}
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def fill_or_resume(lm: LanguageModel, stem: Stem) -> Iterator[None]:
         skipped = [
             (block, _constant(stem.outputs[stack]))
             for stack, count in stem.height.items()
-            for block in _blocks(lm, stack)[:count]
+            for block in lm.blocks(stack)[:count]
         ]
         with replaced_forward(skipped):
             yield
@@ -70,16 +70,12 @@ def fill_or_resume(lm: LanguageModel, stem: Stem) -> Iterator[None]:
 
         return hook
 
-    with hooked([(_blocks(lm, stack)[count - 1], keep(stack)) for stack, count in stem.height.items()]):
+    with hooked([(lm.blocks(stack)[count - 1], keep(stack)) for stack, count in stem.height.items()]):
         yield
 
 
 def _constant(output: Any) -> Callable[..., Any]:
     return lambda *_args, **_kwargs: output
-
-
-def _blocks(lm: LanguageModel, stack: str) -> nn.ModuleList:
-    return cast(nn.ModuleList, lm.model.get_submodule(lm.stacks[stack]))
 
 
 # --- by fact -----------------------------------------------------------------------------------------

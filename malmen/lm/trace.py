@@ -30,9 +30,8 @@ Traces = dict[str, LayerTrace]
 def trace(lm: LanguageModel, layers: Sequence[LayerSpec], batches: Iterable[TokenBatch], tokens: str) -> Traces:
     """Back-propagate L = −Σ log p(y|x) over the batches, as far as the first edited layer and no further.
 
-    A hook on each layer keeps its input and adds a probe of zeros to its output; the gradient of the
-    probes is ∇_v L. No weight takes a gradient. L is a sum over tokens, so batches do not mix. Rows come
-    in the order of the facts, however they were batched.
+    A hook on each layer keeps its input and adds a probe of zeros to its output, whose gradient is ∇_v L. No weight
+    takes a gradient. L is a sum over tokens, so batches do not mix. Rows come in the order of the facts.
     """
     parts: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {layer.name: [] for layer in layers}
     for batch in batches:

@@ -167,7 +167,7 @@ def _optimise(
 
 def _log_probs(lm: LanguageModel, block: int, batch: TokenBatch, placed: Sequence[Placed], deltas: Tensor) -> Tensor:
     """Those of the answers when each subject's hidden state is moved by its row of `deltas` (batch, hidden)."""
-    with hooked([(block_of(lm, block), add_at(deltas, last_tokens(batch, placed)))]):
+    with hooked([(lm.blocks("decoder")[block], add_at(deltas, last_tokens(batch, placed)))]):
         return lm.log_probs(batch)
 
 
@@ -248,12 +248,7 @@ def random_texts(lm: LanguageModel, number: int, tokens: int, seed: int) -> list
 
 def hidden_at(lm: LanguageModel, block: int, placed: Sequence[Placed], token_budget: int) -> Tensor:
     """The output of a block at each subject's last token (facts, hidden)."""
-    return _captured(lm, block_of(lm, block), placed, token_budget, of_input=False)
-
-
-def block_of(lm: LanguageModel, block: int) -> nn.Module:
-    """The decoder block of this number."""
-    return lm.model.get_submodule(f"{lm.stacks['decoder']}.{block}")
+    return _captured(lm, lm.blocks("decoder")[block], placed, token_budget, of_input=False)
 
 
 @torch.no_grad()
