@@ -6,8 +6,9 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -43,15 +44,12 @@ class KeySums:
         """Run the model and add the keys of all tokens; those of a batch that does not count are left out."""
         batch = batch.to(self.lm.device)
 
-        def adding(layer: LayerSpec) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-            def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-                rows = rows_at(batch.masks[layer.stack], args[0]).to(self.sums[layer.name])
-                self.sums[layer.name].addmm_(rows.T, rows)
-                self.counts[layer.name] += len(rows)
+        def add(layer: LayerSpec, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            rows = rows_at(batch.masks[layer.stack], args[0]).to(self.sums[layer.name])
+            self.sums[layer.name].addmm_(rows.T, rows)
+            self.counts[layer.name] += len(rows)
 
-            return hook
-
-        hooks = [(self.lm.model.get_submodule(layer.name), adding(layer)) for layer in self.layers]
+        hooks = [(self.lm.model.get_submodule(layer.name), partial(add, layer)) for layer in self.layers]
         with hooked(hooks if batch.counts else [], before=True):
             self.lm.logits(batch)
 

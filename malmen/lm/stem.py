@@ -5,9 +5,10 @@ A forward of an edited model may start above it. It does not depend on θ, so th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -55,7 +56,7 @@ def fill_or_resume(lm: LanguageModel, stem: Stem) -> Iterator[None]:
     on what the stem holds."""
     if stem.outputs:
         skipped = [
-            (block, _constant(stem.outputs[stack]))
+            (block, partial(_hand_on, stem.outputs[stack]))
             for stack, count in stem.height.items()
             for block in lm.blocks(stack)[:count]
         ]
@@ -63,19 +64,16 @@ def fill_or_resume(lm: LanguageModel, stem: Stem) -> Iterator[None]:
             yield
         return
 
-    def keep(stack: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            stem.outputs[stack] = output
-            lm.plain_blocks = isinstance(output, Tensor)
+    def keep(stack: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        stem.outputs[stack] = output
+        lm.plain_blocks = isinstance(output, Tensor)
 
-        return hook
-
-    with hooked([(lm.blocks(stack)[count - 1], keep(stack)) for stack, count in stem.height.items()]):
+    with hooked([(lm.blocks(stack)[count - 1], partial(keep, stack)) for stack, count in stem.height.items()]):
         yield
 
 
-def _constant(output: Any) -> Callable[..., Any]:
-    return lambda *_args, **_kwargs: output
+def _hand_on(output: Any, *_args: Any, **_kwargs: Any) -> Any:
+    return output
 
 
 # --- by fact -----------------------------------------------------------------------------------------

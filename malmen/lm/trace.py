@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,15 +50,12 @@ def _trace_batch(lm: LanguageModel, layers: Sequence[LayerSpec], batch: TokenBat
     keys: dict[str, Tensor] = {}
     probes: dict[str, Tensor] = {}
 
-    def probe(name: str) -> Any:
-        def hook(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            keys[name] = args[0].detach()
-            probes[name] = torch.zeros_like(output, requires_grad=True)
-            return output + probes[name]
+    def probe(name: str, _module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        keys[name] = args[0].detach()
+        probes[name] = torch.zeros_like(output, requires_grad=True)
+        return output + probes[name]
 
-        return hook
-
-    hooks = [(lm.model.get_submodule(layer.name), probe(layer.name)) for layer in layers]
+    hooks = [(lm.model.get_submodule(layer.name), partial(probe, layer.name)) for layer in layers]
     with hooked(hooks), torch.enable_grad():
         edit_loss = nll(lm.log_probs(batch), batch.targets)
     grads = torch.autograd.grad(edit_loss, list(probes.values()))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -167,7 +168,7 @@ def _optimise(
 
 def _log_probs(lm: LanguageModel, block: int, batch: TokenBatch, placed: Sequence[Placed], deltas: Tensor) -> Tensor:
     """Those of the answers when each subject's hidden state is moved by its row of `deltas` (batch, hidden)."""
-    with hooked([(lm.blocks("decoder")[block], add_at(deltas, last_tokens(batch, placed)))]):
+    with hooked([(lm.blocks("decoder")[block], partial(add_at, deltas, last_tokens(batch, placed)))]):
         return lm.log_probs(batch)
 
 
@@ -276,12 +277,9 @@ def last_tokens(batch: TokenBatch, placed: Sequence[Placed]) -> Tensor:
     return torch.arange(batch.answer_mask.shape[1]) == positions[:, None]
 
 
-def add_at(rows: Tensor, places: Tensor) -> Callable[[nn.Module, Any, Any], Any]:
-    """A hook that adds a row (batch, hidden) to a block's output at the one place (batch, length) of each row."""
-
-    def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
-        hidden = output if isinstance(output, Tensor) else output[0]
-        changed = hidden + places[..., None].to(hidden.device) * rows[:, None].to(hidden.dtype)
-        return changed if isinstance(output, Tensor) else (changed, *output[1:])
-
-    return hook
+def add_at(rows: Tensor, places: Tensor, _module: nn.Module, _args: Any, output: Any) -> Any:
+    """A hook, once it has `rows` and `places`: adds a row (batch, hidden) to a block's output at the one place (batch,
+    length) of each row."""
+    hidden = output if isinstance(output, Tensor) else output[0]
+    changed = hidden + places[..., None].to(hidden.device) * rows[:, None].to(hidden.dtype)
+    return changed if isinstance(output, Tensor) else (changed, *output[1:])
