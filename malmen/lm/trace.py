@@ -34,19 +34,18 @@ def trace(lm: LanguageModel, layers: Sequence[LayerSpec], batches: Iterable[Toke
     A hook on each layer keeps its input and adds a probe of zeros to its output, whose gradient is ∇_v L. No weight
     takes a gradient. L is a sum over tokens, so batches do not mix. Rows come in the order of the facts.
     """
-    parts: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {layer.name: [] for layer in layers}
+    parts: dict[str, list[tuple[Tensor, ...]]] = {layer.name: [] for layer in layers}
     for batch in batches:
-        batch = batch.to(lm.device)
-        traces = _trace_batch(lm, layers, batch)
-        for layer in layers if batch.counts else ():
-            mask = batch.traced_mask(layer.stack, tokens)
-            keys, value_grads = (rows_at(mask, part).to(lm.device) for part in traces[layer.name])
-            parts[layer.name].append((keys, value_grads, batch.fact_of(mask)))
+        traced = _trace_batch(lm, layers, batch.to(lm.device), tokens)
+        for name, rows in traced.items() if batch.counts else ():
+            parts[name].append(rows)
     return {layer.name: _in_order(parts[layer.name]) if parts[layer.name] else _nothing(lm, layer) for layer in layers}
 
 
-def _trace_batch(lm: LanguageModel, layers: Sequence[LayerSpec], batch: TokenBatch) -> Traces:
-    """Of all tokens, as the layers see them."""
+def _trace_batch(
+    lm: LanguageModel, layers: Sequence[LayerSpec], batch: TokenBatch, tokens: str
+) -> dict[str, tuple[Tensor, ...]]:
+    """By layer, of each token that is used: its key, its value gradient and its fact."""
     keys: dict[str, Tensor] = {}
     probes: dict[str, Tensor] = {}
 
@@ -58,8 +57,13 @@ def _trace_batch(lm: LanguageModel, layers: Sequence[LayerSpec], batch: TokenBat
     hooks = [(lm.model.get_submodule(layer.name), partial(probe, layer.name)) for layer in layers]
     with hooked(hooks), torch.enable_grad():
         edit_loss = nll(lm.log_probs(batch), batch.targets)
-    grads = torch.autograd.grad(edit_loss, list(probes.values()))
-    return {name: LayerTrace(keys[name], grad) for name, grad in zip(probes, grads, strict=True)}
+    grads = dict(zip(probes, torch.autograd.grad(edit_loss, list(probes.values())), strict=True))
+    rows = {}
+    for layer in layers:
+        mask = batch.traced_mask(layer.stack, tokens)
+        seen = (rows_at(mask, part[layer.name]).to(lm.device) for part in (keys, grads))
+        rows[layer.name] = (*seen, batch.fact_of(mask))
+    return rows
 
 
 def rows_at(mask: Tensor, seen: Tensor) -> Tensor:
@@ -68,7 +72,7 @@ def rows_at(mask: Tensor, seen: Tensor) -> Tensor:
     return seen.reshape(*mask.shape, seen.shape[-1])[mask.to(seen.device)]
 
 
-def _in_order(parts: list[tuple[Tensor, Tensor, Tensor]]) -> LayerTrace:
+def _in_order(parts: list[tuple[Tensor, ...]]) -> LayerTrace:
     keys, value_grads, facts = (torch.cat(rows) for rows in zip(*parts, strict=True))
     order = facts.argsort(stable=True)
     return LayerTrace(keys[order], value_grads[order])

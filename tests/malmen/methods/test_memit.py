@@ -162,9 +162,8 @@ def test_values_make_the_answers_of_a_real_model_more_probable(tmp_path: Path) -
     assert (found.norm(dim=-1) <= 4 * before.norm(dim=-1) * (1 + 1e-5)).all()
     (batch,) = make_batches([one.encoded for one in placed], 10**9, lm.pad_id)
     plain = lm.log_probs(batch).gather(1, batch.targets[:, None])
-    handle = lm.blocks("decoder")[0].register_forward_hook(
-        partial(add_at, found[batch.facts], last_tokens(batch, placed))
-    )
+    hook = partial(add_at, found[batch.facts], last_tokens(batch, placed))
+    handle = lm.blocks("decoder")[0].register_forward_hook(hook)
     moved = lm.log_probs(batch).gather(1, batch.targets[:, None])
     handle.remove()
     assert moved.sum() > plain.sum() + 1
