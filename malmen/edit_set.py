@@ -60,7 +60,7 @@ class FactRows:
 
     def tensors(self) -> dict[str, Tensor]:
         """Plain tensors by name, for a file: the fields of LayerTargets, and where each fact's rows begin and end."""
-        named = {}
+        named: dict[str, Tensor] = {}
         for name, targets in self.targets.items():
             offsets = torch.tensor([0, *accumulate(self.counts[name])])
             named |= {f"{name}/{part}": rows for part, rows in {**targets._asdict(), "offsets": offsets}.items()}

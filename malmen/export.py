@@ -34,7 +34,6 @@ _KINDS: dict[Kind, tuple[str, str | None]] = {  # what loads a model of this kin
     "encoder-decoder": ("transformers.AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM"),
     "classifier": ("malmen.lm.FirstTokenClassifier", None),  # PEFT would look for a SEQ_CLS head in the adapter
 }
-_LOAD = "from {home} import {loader}\nmodel = {loader}.from_pretrained({arguments})"
 _SNIPPETS: dict[ExportKind, str] = {
     "delta": """from safetensors.torch import load_file
 {load}
@@ -226,8 +225,9 @@ def _readme(kind: ExportKind, base: dict[str, Any], shifts: Shifts, facts: int) 
     options |= {"revision": base["revision"]} if base["revision"] else {}
     # In half precision W + S would swallow a small S, so a delta is added in the type it is stored in.
     options["dtype"] = str(next(iter(shifts.values())).dtype)[len("torch.") :] if kind == "delta" else base["dtype"]
-    arguments = ", ".join([repr(source), *(f"{name}={value!r}" for name, value in options.items())])
-    load = _LOAD.format(home=home, loader=loader, arguments='"."' if kind == "merged" else arguments)
+    given = [repr(source), *(f"{name}={value!r}" for name, value in options.items())]
+    arguments = '"."' if kind == "merged" else ", ".join(given)
+    load = f"from {home} import {loader}\nmodel = {loader}.from_pretrained({arguments})"
     return (
         f"# An edit of {base['name']}\n\n"
         f"{len(shifts)} layers changed for {facts} facts, written as `{kind}` by malmen {malmen.__version__}. "
