@@ -5,30 +5,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from malmen.config import Config
-    from malmen.data.readers import read_records
-    from malmen.data.records import EditRecord, Fact
-    from malmen.editor import Editor
-    from malmen.errors import EditError
-    from malmen.evaluate import evaluate
-    from malmen.lm.generate import ask
-    from malmen.lm.model import load_lm
-    from malmen.lm.overlay import edited
-    from malmen.training import train
-
-__all__ = [
-    "Config",
-    "EditError",
-    "EditRecord",
-    "Editor",
-    "Fact",
-    "ask",
-    "edited",
-    "evaluate",
-    "load_lm",
-    "read_records",
-    "train",
-]
+    from malmen.config import Config as Config
+    from malmen.data.readers import read_records as read_records
+    from malmen.data.records import EditRecord as EditRecord
+    from malmen.data.records import Fact as Fact
+    from malmen.editor import Editor as Editor
+    from malmen.errors import EditError as EditError
+    from malmen.evaluate import evaluate as evaluate
+    from malmen.lm.generate import ask as ask
+    from malmen.lm.model import load_lm as load_lm
+    from malmen.lm.overlay import edited as edited
+    from malmen.training import train as train
 
 __version__ = "0.1.0"
 
@@ -52,6 +39,7 @@ _HOMES = {
     "read_records": "data.readers",
     "train": "training",
 }
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

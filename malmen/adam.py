@@ -41,11 +41,7 @@ def adam_state(theta: nn.Module, adam: torch.optim.Adam) -> dict[str, Tensor]:
 
 def load_adam_state(theta: nn.Module, adam: torch.optim.Adam, tensors: Mapping[str, Tensor]) -> None:
     """What `adam_state` gave."""
-    for name, parameter in theta.named_parameters():
-        slots = {
-            key.rsplit("/", 1)[1]: value.to(parameter.device, copy=True)
-            for key, value in tensors.items()
-            if key.rsplit("/", 1)[0] == name
-        }
-        if slots:
-            adam.state[parameter] = slots
+    parameters = dict(theta.named_parameters())
+    for key, value in tensors.items():
+        name, _, slot = key.rpartition("/")
+        adam.state[parameters[name]][slot] = value.to(parameters[name].device, copy=True)

@@ -5,43 +5,25 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from malmen.data.records import Fact
+from malmen.editor import Editor
 from malmen.errors import EditError
 from malmen.lm.model import LanguageModel
 
 
-class Edit(Protocol):
-    """The result of an edit."""
-
-    @property
-    def shifts(self) -> dict[str, Tensor]:
-        """S of each edited layer (value, key)."""
-
-    def mean_residual(self) -> float | None:
-        """MR: how far the shifts miss the value differences they were to reach; None if the method has no such aim."""
-
-
-class EditMethod(Protocol):
-    """A way of editing: MALMEN's trained editor, or one of its rivals."""
-
-    def edit(self, lm: LanguageModel, facts: Sequence[Fact]) -> Edit:
-        """The shifts that make all these facts hold at once; the LM itself stays as it is."""
-
-
 @dataclass(frozen=True)
 class PlainEdit:
-    """Shifts, and their mean residual if the method has one."""
+    """The result of a rival, with what an editor's `Solved` says, too."""
 
-    shifts: dict[str, Tensor]
+    shifts: dict[str, Tensor]  # S of each edited layer (value, key)
     residual: float | None = None
 
     def mean_residual(self) -> float | None:
-        """MR."""
+        """MR: how far the shifts miss the value differences they were to reach; None if the method has no such aim."""
         return self.residual
 
 
@@ -50,7 +32,7 @@ class UntrainedMethod(ABC):
 
     @abstractmethod
     def edit(self, lm: LanguageModel, facts: Sequence[Fact]) -> PlainEdit:
-        """See EditMethod."""
+        """The shifts that make all these facts hold at once; the LM itself stays as it is."""
 
     def prepare(self, lm: LanguageModel) -> float:
         """Do the work that all edits of a model share; the seconds that it took, now or when it was first done."""
@@ -59,6 +41,9 @@ class UntrainedMethod(ABC):
     def for_rounds(self) -> UntrainedMethod:
         """The method for a series of edits, each of the model as the one before left it."""
         return self
+
+
+EditMethod = Editor | UntrainedMethod  # MALMEN's trained editor (or MEND's), or a rival
 
 
 def finite(shifts: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import accumulate, chain
+from operator import add, sub
 
 import torch
 from torch import Tensor
@@ -21,117 +22,91 @@ from malmen.least_squares import NormalEquation
 from malmen.lm.model import LanguageModel
 from malmen.lm.trace import trace
 
-_OFFSETS, _KEYS, _DIFFS = "offsets", "keys", "value_diffs"
-
 
 @dataclass(frozen=True)
 class FactRows:
-    """The rows of a list of facts: by layer, the targets of all their tokens and where each fact's begin and end."""
+    """The rows of a list of facts: by layer, the targets of all their tokens and how many rows each fact has."""
 
     targets: dict[str, LayerTargets]
-    offsets: dict[str, list[int]]  # by layer, one more than there are facts
+    counts: dict[str, list[int]]
 
     def __len__(self) -> int:
-        return len(next(iter(self.offsets.values()))) - 1
+        return len(next(iter(self.counts.values())))
 
     def select(self, facts: Sequence[int]) -> FactRows:
         """The rows of these facts alone."""
-        targets, offsets = {}, {}
-        for name, bounds in self.offsets.items():
-            rows = torch.tensor(
-                [row for fact in facts for row in range(bounds[fact], bounds[fact + 1])], dtype=torch.long
-            )
+        targets = {}
+        for name, counts in self.counts.items():
+            spans = [range(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
+            rows = torch.tensor([row for fact in facts for row in spans[fact]], dtype=torch.long)
             targets[name] = LayerTargets(*(part[rows.to(part.device)] for part in self.targets[name]))
-            offsets[name] = _running_sum(bounds[fact + 1] - bounds[fact] for fact in facts)
-        return FactRows(targets, offsets)
+        return FactRows(targets, {name: [counts[fact] for fact in facts] for name, counts in self.counts.items()})
 
     @classmethod
     def joined(cls, parts: Sequence[FactRows]) -> FactRows:
         """The rows of several lists of facts, one list after the other."""
-        names = list(parts[0].offsets)
-        targets = {
-            name: LayerTargets(*map(torch.cat, zip(*(part.targets[name] for part in parts), strict=True)))
-            for name in names
-        }
-        counts = {name: [pair for part in parts for pair in pairwise(part.offsets[name])] for name in names}
-        return cls(targets, {name: _running_sum(stop - start for start, stop in counts[name]) for name in names})
-
-    def equations(self) -> dict[str, NormalEquation]:
-        """The normal equation of these facts, by layer."""
-        return {name: NormalEquation.of(*targets) for name, targets in self.targets.items()}
+        return cls(
+            {
+                name: LayerTargets(*map(torch.cat, zip(*(part.targets[name] for part in parts), strict=True)))
+                for name in parts[0].targets
+            },
+            {name: [count for part in parts for count in part.counts[name]] for name in parts[0].counts},
+        )
 
     def to(self, device: torch.device) -> FactRows:
         """The rows on another device."""
         moved = {name: LayerTargets(*(part.to(device) for part in targets)) for name, targets in self.targets.items()}
-        return FactRows(moved, self.offsets)
+        return FactRows(moved, self.counts)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Plain tensors by name, for a file."""
-        named = {}
+        """Plain tensors by name, for a file: the fields of LayerTargets, and where each fact's rows begin and end."""
+        named: dict[str, Tensor] = {}
         for name, targets in self.targets.items():
-            named[f"{name}/{_KEYS}"] = targets.keys
-            named[f"{name}/{_DIFFS}"] = targets.value_diffs
-            named[f"{name}/{_OFFSETS}"] = torch.tensor(self.offsets[name])
+            offsets = torch.tensor([0, *accumulate(self.counts[name])])
+            named |= {f"{name}/{part}": rows for part, rows in {**targets._asdict(), "offsets": offsets}.items()}
         return named
 
     @classmethod
     def of_tensors(cls, named: Mapping[str, Tensor]) -> FactRows:
         """The rows from the tensors that `tensors` gave."""
-        layers = [name.removesuffix(f"/{_OFFSETS}") for name in named if name.endswith(f"/{_OFFSETS}")]
+        layers = [name.removesuffix("/offsets") for name in named if name.endswith("/offsets")]
         return cls(
-            {name: LayerTargets(named[f"{name}/{_KEYS}"], named[f"{name}/{_DIFFS}"]) for name in layers},
-            {name: named[f"{name}/{_OFFSETS}"].tolist() for name in layers},
+            {layer: LayerTargets(*(named[f"{layer}/{part}"] for part in LayerTargets._fields)) for layer in layers},
+            {layer: named[f"{layer}/offsets"].diff().tolist() for layer in layers},
         )
 
 
 def fact_rows(lm: LanguageModel, editor: Editor, facts: Sequence[EncodedFact]) -> FactRows:
     """Trace these facts on the unedited LM and compute their targets with the hyper-network."""
-    config = editor.config
-    batches = make_batches(facts, config.batch.token_budget, lm.pad_id)
-    traces = trace(lm, editor.layers, batches, config.editor.tokens)
-    offsets = {
-        layer.name: _running_sum(fact.num_traced(layer.stack, config.editor.tokens) for fact in facts)
-        for layer in editor.layers
-    }
-    return FactRows(editor.layer_targets(traces), offsets)
+    tokens = editor.config.editor.tokens
+    batches = make_batches(facts, editor.config.batch.token_budget, lm.pad_id)
+    targets = editor.layer_targets(trace(lm, editor.layers, batches, tokens))
+    return FactRows(
+        targets, {layer.name: [fact.num_traced(layer.stack, tokens) for fact in facts] for layer in editor.layers}
+    )
 
 
 class EditSet:
     """The sums over the facts that hold. A change gives a new set and leaves this one as it is."""
 
     def __init__(self, editor: Editor, equations: dict[str, NormalEquation] | None = None, num_facts: int = 0) -> None:
-        self.editor, self.num_facts = editor, num_facts
-        self.equations = equations
+        self.editor, self.equations, self.num_facts = editor, equations, num_facts
 
     def changed(self, added: Iterable[FactRows] = (), removed: Iterable[FactRows] = ()) -> EditSet:
         """A new set: this one with these facts added and removed."""
         sums, count = self.equations, self.num_facts
-        for rows, sign in chain(((rows, 1) for rows in added), ((rows, -1) for rows in removed)):
+        for rows, join in chain(((rows, add) for rows in added), ((rows, sub) for rows in removed)):
             if len(rows) == 0:
                 continue
-            if sign < 0 and sums is None:
+            if sums is None and join is sub:
                 raise EditError(f"cannot remove {len(rows)} facts from a set that holds none")
-            sums = rows.equations() if sums is None else _combine(sums, rows.equations(), sign)
-            count += sign * len(rows)
+            change = {name: NormalEquation.of(*targets) for name, targets in rows.targets.items()}
+            sums = change if sums is None else {name: join(sums[name], change[name]) for name in sums}
+            count = join(count, len(rows))
         if count < 0:
             raise EditError(f"cannot remove {self.num_facts - count} facts from a set of {self.num_facts}")
         return EditSet(self.editor, sums if count else None, count)  # an empty set keeps no rounding errors
 
     def shifts(self) -> dict[str, Tensor]:
         """One shift per layer in float64, by a solve whose size does not depend on the number of facts."""
-        if self.equations is None:
-            return {}
-        return self.editor.solve_equations(self.equations)
-
-
-def _combine(
-    sums: Mapping[str, NormalEquation], change: Mapping[str, NormalEquation], sign: int
-) -> dict[str, NormalEquation]:
-    return {name: sums[name] + change[name] if sign > 0 else sums[name] - change[name] for name in sums}
-
-
-def _running_sum(counts: Iterable[int]) -> list[int]:
-    total = [0]
-    for count in counts:
-        total.append(total[-1] + count)
-    return total
+        return {} if self.equations is None else self.editor.solve_equations(self.equations)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import astuple, dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from malmen.config import Config
 from malmen.data.records import EditRecord, Fact, unrelated_to_all
 from malmen.data.tokens import EncodedFact, FactEncoder, TokenBatch, make_batches
-from malmen.lm.generate import OnProgress, decode, generate_ids, up_to_the_end
+from malmen.lm.generate import OnProgress, decode, generate_ids, part_of, up_to_the_end
 from malmen.lm.model import LanguageModel, fact_encoder
 from malmen.lm.overlay import Shifts, edited
 from malmen.metrics import BEFORE, BY_TOKENS, ENDED, EXACT, GENERATED, METRICS, FactKind
@@ -65,11 +65,8 @@ class Evaluation:
         flat: dict[str, Any] = {"edits": self.edits}
         for suffix, table in (("", self.after), (BEFORE, self.before)):
             for metric in METRICS:
-                success = table[metric.kind]
-                flat[metric.name + BY_TOKENS + suffix] = success.tokens
-                flat[metric.name + EXACT + suffix] = success.exact
-                flat[metric.name + GENERATED + suffix] = success.generated
-                flat[metric.name + ENDED + suffix] = success.ended
+                for way, share in zip((BY_TOKENS, EXACT, GENERATED, ENDED), astuple(table[metric.kind]), strict=True):
+                    flat[metric.name + way + suffix] = share
         flat["locality_agreement"] = self.locality_agreement
         flat["locality_agreement_generated"] = self.generated_agreement
         flat["mean_residual"] = self.mean_residual
@@ -77,8 +74,7 @@ class Evaluation:
         return flat
 
 
-@dataclass(frozen=True)
-class _Question:
+class _Question(NamedTuple):
     """A fact that both models are asked for."""
 
     kind: FactKind
@@ -87,8 +83,7 @@ class _Question:
     max_new_tokens: int  # of the generated answer
 
 
-@dataclass(frozen=True)
-class _Answer:
+class _Answer(NamedTuple):
     """One model's answer to a question."""
 
     predicted: list[int]  # teacher-forced, one token for each answer token
@@ -105,22 +100,26 @@ def evaluate(
     `predict` replaces `predict_tokens`. `on_progress` counts answers: each fact is asked before and after the edit,
     teacher-forced and, with `generate`, free-running.
     """
-    questions = _questions(fact_encoder(lm, config.data), records)
+    encoder, budget = fact_encoder(lm, config.data), config.batch.token_budget
+    questions = _questions(encoder, records)
+    encoded = [question.encoded for question in questions]
     generate = generate and lm.kind != "classifier"
     passes = 4 if generate else 2
 
     def answers(first_pass: int) -> list[_Answer]:
-        def part(number: int) -> OnProgress | None:
-            start, total = number * len(questions), passes * len(questions)
-            return None if on_progress is None else lambda done, _: on_progress(start + done, total)
-
-        return _answers(lm, questions, config, predict, generate, part(first_pass), part(first_pass + 1))
+        on_predicted, on_generated = (part_of(on_progress, first_pass + number, passes) for number in range(2))
+        predicted = predict(encoded) if predict else predict_tokens(lm, encoded, budget, on_predicted)
+        if not generate:
+            return [_Answer(ids, None) for ids in predicted]
+        prompts, limits = [asked.fact.prompt for asked in questions], [asked.max_new_tokens for asked in questions]
+        generated = generate_ids(lm, encoder, prompts, limits, budget, on_generated)
+        return [_Answer(*ids) for ids in zip(predicted, generated, strict=True)]
 
     before = answers(0)
     with edited(lm, shifts):
         after = answers(passes // 2)
-    kinds = [question.kind for question in questions]
-    unrelated = [pair for kind, *pair in zip(kinds, before, after, strict=True) if kind == "unrelated"]
+    asked_and_answered = list(zip(questions, before, after, strict=True))
+    unrelated = [(old, new) for asked, old, new in asked_and_answered if asked.kind == "unrelated"]
     return Evaluation(
         edits=len(records),
         before=_successes(lm, questions, before),
@@ -137,7 +136,7 @@ def evaluate(
         ),
         mean_residual=residual,
         shift_ratio=shift_ratio(lm, shifts),
-        facts=[_report(lm, *asked) for asked in zip(questions, before, after, strict=True)],
+        facts=[_report(lm, *of_fact) for of_fact in asked_and_answered],
     )
 
 
@@ -183,69 +182,46 @@ def _questions(encoder: FactEncoder, records: Sequence[EditRecord]) -> list[_Que
     for kind, listed in facts.items():
         encoded = [encoder.encode(fact) for fact in listed]
         longest = max((len(fact.targets) for fact in encoded), default=0) + 1  # one more, to see whether the text ends
-        questions += [
-            _Question(kind, fact, tokens, _new_tokens(tokens, longest, encoder))
-            for fact, tokens in zip(listed, encoded, strict=True)
-        ]
+        for fact, tokens in zip(listed, encoded, strict=True):
+            # As many new tokens for all, so that people can compare; where a prompt leaves less room, as many as its
+            # own answer has.
+            room = encoder.max_length - tokens.first if encoder.kind == "decoder" else longest
+            questions.append(_Question(kind, fact, tokens, max(len(tokens.targets), min(longest, room))))
     return questions
-
-
-def _new_tokens(fact: EncodedFact, longest: int, encoder: FactEncoder) -> int:
-    """As many for all, so that people can compare; where a prompt leaves less room, as many as its own answer has."""
-    if encoder.kind != "decoder":
-        return longest
-    return max(len(fact.targets), min(longest, encoder.max_length - fact.first))
-
-
-def _answers(
-    lm: LanguageModel, questions: Sequence[_Question], config: Config, predict: Predict | None, generate: bool,
-    on_predicted: OnProgress | None, on_generated: OnProgress | None,
-) -> list[_Answer]:  # fmt: skip
-    budget = config.batch.token_budget
-    encoded = [question.encoded for question in questions]
-    predicted = predict(encoded) if predict else predict_tokens(lm, encoded, budget, on_predicted)
-    if not generate:
-        return [_Answer(ids, None) for ids in predicted]
-    prompts = [question.fact.prompt for question in questions]
-    limits = [question.max_new_tokens for question in questions]
-    generated = generate_ids(lm, fact_encoder(lm, config.data), prompts, limits, budget, on_generated)
-    return [_Answer(*ids) for ids in zip(predicted, generated, strict=True)]
 
 
 def _successes(
     lm: LanguageModel, questions: Sequence[_Question], answers: Sequence[_Answer]
 ) -> dict[FactKind, Success]:
-    pairs = list(zip(questions, answers, strict=True))
-    return {
-        metric.kind: _success(lm, [(asked.encoded, answer) for asked, answer in pairs if asked.kind == metric.kind])
-        for metric in METRICS
-    }
-
-
-def _success(lm: LanguageModel, answered: Sequence[tuple[EncodedFact, _Answer]]) -> Success:
-    hits = [
-        [token == target for token, target in zip(answer.predicted, fact.targets, strict=True)]
-        for fact, answer in answered
-    ]
-    generated = [(fact, answer.generated) for fact, answer in answered if answer.generated is not None]
-    return Success(
-        tokens=_mean(hit for row in hits for hit in row),
-        exact=_mean(all(row) for row in hits),
-        generated=_mean(_starts(ids, fact) for fact, ids in generated),
-        ended=_mean(_starts(ids, fact) and _ends(lm, ids, fact) for fact, ids in generated),
-    )
-
-
-def _starts(ids: list[int], fact: EncodedFact) -> bool:
-    return ids[: len(fact.targets)] == fact.targets
+    successes: dict[FactKind, Success] = {}
+    for metric in METRICS:
+        answered = [
+            (asked.encoded, answer)
+            for asked, answer in zip(questions, answers, strict=True)
+            if asked.kind == metric.kind
+        ]
+        hits = [
+            [token == target for token, target in zip(answer.predicted, fact.targets, strict=True)]
+            for fact, answer in answered
+        ]
+        generated = [(fact, answer.generated) for fact, answer in answered if answer.generated is not None]
+        successes[metric.kind] = Success(
+            tokens=_mean(hit for row in hits for hit in row),
+            exact=_mean(all(row) for row in hits),
+            generated=_mean(ids[: len(fact.targets)] == fact.targets for fact, ids in generated),
+            ended=_mean(_ends(lm, ids, fact) for fact, ids in generated),
+        )
+    return successes
 
 
 def _ends(lm: LanguageModel, ids: list[int], fact: EncodedFact) -> bool:
-    """Whether the text ends after the answer: by the end mark, a new line, or a mark that closes a clause.
+    """Whether the text is the answer and ends after it: by the end mark, a new line, or a mark that closes a clause.
 
     An answer that takes all the room there is has not been seen to end.
     """
     answer, rest = ids[: len(fact.targets)], ids[len(fact.targets) :]
+    if answer != fact.targets:
+        return False
     if lm.tokenizer.eos_token_id in (answer[-1], *rest[:1]):
         return True
     return str(lm.tokenizer.decode(rest)).lstrip(" ")[:1] in _END_MARKS if rest else False

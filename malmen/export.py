@@ -19,11 +19,10 @@ from transformers import GenerationConfig
 
 import malmen
 from malmen.data.tokens import Kind
-from malmen.data.world_model import WORLD_MODEL
 from malmen.errors import EditError, UsageError
 from malmen.lm.layers import find_layers, is_conv1d
-from malmen.lm.model import LanguageModel
-from malmen.lm.overlay import Shifts
+from malmen.lm.model import LanguageModel, find_source
+from malmen.lm.overlay import Shifts, linear_of
 from malmen.runs.files import atomic_file, atomic_folder
 
 ExportKind = Literal["delta", "lora", "merged"]
@@ -35,7 +34,6 @@ _KINDS: dict[Kind, tuple[str, str | None]] = {  # what loads a model of this kin
     "encoder-decoder": ("transformers.AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM"),
     "classifier": ("malmen.lm.FirstTokenClassifier", None),  # PEFT would look for a SEQ_CLS head in the adapter
 }
-_LOAD = "from {home} import {loader}\nmodel = {loader}.from_pretrained({arguments})"
 _SNIPPETS: dict[ExportKind, str] = {
     "delta": """from safetensors.torch import load_file
 {load}
@@ -67,14 +65,24 @@ def export_edit(
     if max_rank < 1:
         raise UsageError(f"max_rank is {max_rank}: expected 1 or more")
     _check_target(folder, model_name)
-    stored, base = _check_shifts(lm, shifts), _base_model(lm, model_name)
+    stored = _check_shifts(lm, shifts)
+    commit = getattr(cast(Any, lm.model).config, "_commit_hash", None)  # of a model from the hub
+    base = {
+        "name": model_name,
+        "revision": None if Path(find_source(model_name)[0]).exists() else commit,
+        "fingerprint": lm.fingerprint(),
+        "kind": lm.kind,
+        "dtype": str(lm.dtype).removeprefix("torch."),
+    }
     with atomic_folder(folder, replaces=MANIFEST) as fresh:
+        notes = {name: _sizes(lm, name, shift) for name, shift in stored.items()}
         if kind == "delta":
-            notes = _write_delta(fresh, lm, stored)
+            deltas = {f"{name}.weight": _as_weight(lm, name, shift).contiguous() for name, shift in stored.items()}
+            save_file(deltas, fresh / "delta.safetensors", metadata={"format": "pt"})
         elif kind == "lora":
-            notes = _write_lora(fresh, lm, stored, base, max_rank)
+            _write_lora(fresh, lm, stored, notes, base, max_rank)
         else:
-            notes = _write_merged(fresh, lm, stored)
+            _write_merged(fresh, lm, stored, notes)
         atomic_file(fresh / "README.md", _readme(kind, base, stored, len(facts)))
         files = sorted(path for path in fresh.rglob("*") if path.is_file())
         manifest = {
@@ -83,7 +91,7 @@ def export_edit(
             "base_model": base,
             "malmen": malmen.__version__,
             "files": {path.relative_to(fresh).as_posix(): _checksum(path) for path in files},
-            "tensors": {f"{name}.weight": {**_sizes(lm, name, stored[name]), **notes[name]} for name in stored},
+            "tensors": {f"{name}.weight": note for name, note in notes.items()},
             "facts": [dict(fact) for fact in facts],
             "info": dict(info or {}),
         }
@@ -107,7 +115,7 @@ def _check_target(folder: Path, model_name: str) -> None:
     """An earlier export may be replaced; another program's manifest.json, or the base model, may not."""
     if (folder / MANIFEST).exists():
         _read_manifest(folder)
-    source = Path(_source(model_name)[0])
+    source = Path(find_source(model_name)[0])
     if source.exists() and source.resolve().is_relative_to(folder.resolve()):
         raise EditError(
             f"{folder} holds the base model {model_name!r}, which must not be replaced: choose another folder"
@@ -120,10 +128,8 @@ def _check_shifts(lm: LanguageModel, shifts: Shifts) -> dict[str, Tensor]:
         raise EditError("the edit changes no layer, so nothing can be exported")
     stored = {}
     for layer in find_layers(lm.model, list(shifts)):  # refuses what is no layer of this model, and names the nearest
-        shift, sizes = shifts[layer.name], (layer.value_size, layer.key_size)
-        if tuple(shift.shape) != sizes:
-            raise EditError(f"the shift of {layer.name!r} is {tuple(shift.shape)}; expected {sizes}: another model's?")
-        double = lm.model.get_parameter(f"{layer.name}.weight").dtype == torch.float64
+        shift = shifts[layer.name]
+        double = linear_of(lm, layer.name, shift).get_parameter("weight").dtype == torch.float64
         stored[layer.name] = shift.detach().to("cpu", torch.float64 if double else torch.float32)
         broken = int((~stored[layer.name].isfinite()).sum())
         if broken:
@@ -131,27 +137,34 @@ def _check_shifts(lm: LanguageModel, shifts: Shifts) -> dict[str, Tensor]:
     return stored
 
 
-def _write_delta(folder: Path, lm: LanguageModel, shifts: Shifts) -> _Notes:
-    """The change of each parameter, oriented as the parameter is."""
-    deltas = {f"{name}.weight": _as_weight(lm, name, shift).contiguous() for name, shift in shifts.items()}
-    save_file(deltas, folder / "delta.safetensors", metadata={"format": "pt"})
-    return {name: {} for name in shifts}
-
-
-def _write_lora(folder: Path, lm: LanguageModel, shifts: Shifts, base: dict[str, Any], max_rank: int) -> _Notes:
+def _write_lora(
+    folder: Path, lm: LanguageModel, shifts: Shifts, notes: _Notes, base: dict[str, Any], max_rank: int
+) -> None:
     """PEFT's adapter: each layer adds B(A·key). The errors are those of the factors as they are stored."""
     factors: dict[str, Tensor] = {}
-    notes: _Notes = {}
     for name, shift in shifts.items():
         down, up, full_rank = _factorise(shift, max_rank)
         factors[f"base_model.model.{name}.lora_A.weight"] = down
         factors[f"base_model.model.{name}.lora_B.weight"] = up
-        error = _share(up.double() @ down.double() - shift, shift)
-        notes[name] = {"rank": len(down), "full_rank": full_rank, "relative_error": error}
+        error = float((up.double() @ down.double() - shift).norm()) / (notes[name]["norm"] or 1)
+        notes[name] |= {"rank": len(down), "full_rank": full_rank, "relative_error": error}
     save_file(factors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     ranks = {name: note["rank"] for name, note in notes.items()}
-    _write_json(folder / "adapter_config.json", _adapter_config(lm, base, ranks))
-    return notes
+    largest = max(ranks.values())
+    others = {name: rank for name, rank in ranks.items() if rank != largest}  # not all readers know patterns
+    config = {
+        "peft_type": "LORA",
+        "task_type": _KINDS[lm.kind][1],
+        "base_model_name_or_path": find_source(base["name"])[0],
+        "revision": base["revision"],
+        "target_modules": list(ranks),
+        "fan_in_fan_out": any(is_conv1d(lm.model.get_submodule(name)) for name in ranks),
+        "r": largest,
+        "lora_alpha": largest,  # the rank, so that PEFT scales by 1
+        "rank_pattern": others,
+        "alpha_pattern": others,
+    }
+    _write_json(folder / "adapter_config.json", config)
 
 
 def _factorise(shift: Tensor, max_rank: int) -> tuple[Tensor, Tensor, int]:
@@ -170,43 +183,23 @@ def _factorise(shift: Tensor, max_rank: int) -> tuple[Tensor, Tensor, int]:
     return down.to(shift.dtype).contiguous(), up.to(shift.dtype).contiguous(), full_rank
 
 
-def _adapter_config(lm: LanguageModel, base: dict[str, Any], ranks: dict[str, int]) -> dict[str, Any]:
-    """alpha = rank, so that PEFT scales by 1; patterns only where ranks differ, for not all readers know them."""
-    largest = max(ranks.values())
-    others = {name: rank for name, rank in ranks.items() if rank != largest}
-    return {
-        "peft_type": "LORA",
-        "task_type": _KINDS[lm.kind][1],
-        "base_model_name_or_path": _source(base["name"])[0],
-        "revision": base["revision"],
-        "target_modules": list(ranks),
-        "fan_in_fan_out": any(is_conv1d(lm.model.get_submodule(name)) for name in ranks),
-        "r": largest,
-        "lora_alpha": largest,
-        "rank_pattern": others,
-        "alpha_pattern": others,
-    }
-
-
-def _write_merged(folder: Path, lm: LanguageModel, shifts: Shifts) -> _Notes:
+def _write_merged(folder: Path, lm: LanguageModel, shifts: Shifts, notes: _Notes) -> None:
     """The whole model with W + S in the model's own type, and which share of S that type's rounding takes."""
     model = cast(Any, lm.model)
     packed = {str(weight.dtype) for weight in model.parameters() if weight.dtype.itemsize < 2}
     if packed:
         raise EditError(f"the base model's weights are {', '.join(sorted(packed))}: W + S cannot be written; use lora")
     state = model.state_dict()  # tied weights stay one tensor with two names: save_pretrained knows which to write
-    notes: _Notes = {}
     for name, shift in shifts.items():
         weight = state[f"{name}.weight"]
         exact = weight.cpu().double() + _as_weight(lm, name, shift)
         state[f"{name}.weight"] = rounded = exact.to(weight.dtype)
         if not rounded.isfinite().all():
             raise EditError(f"W + S of layer {name!r} is beyond {weight.dtype}; load the base model in float32")
-        notes[name] = {"rounding_error": _share(rounded - exact, shift)}
+        notes[name]["rounding_error"] = float((rounded - exact).norm()) / (notes[name]["norm"] or 1)
     _save_model(folder, model, state)
     if lm.tokenizer is not None:
         lm.tokenizer.save_pretrained(folder)
-    return notes
 
 
 def _save_model(folder: Path, model: Any, state: dict[str, Tensor]) -> None:
@@ -225,34 +218,16 @@ def _save_model(folder: Path, model: Any, state: dict[str, Tensor]) -> None:
         model.generation_config.to_json_file(folder / "generation_config.json")
 
 
-def _base_model(lm: LanguageModel, model_name: str) -> dict[str, Any]:
-    commit = getattr(cast(Any, lm.model).config, "_commit_hash", None)  # of a model from the hub
-    return {
-        "name": model_name,
-        "revision": None if Path(_source(model_name)[0]).exists() else commit,
-        "fingerprint": lm.fingerprint(),
-        "kind": lm.kind,
-        "dtype": str(lm.dtype).removeprefix("torch."),
-    }
-
-
-def _source(model_name: str) -> tuple[str, dict[str, str]]:
-    """What transformers is given to find the base model, from wherever it is called."""
-    path = WORLD_MODEL if model_name == "builtin" else Path(model_name).expanduser()
-    if path.suffix == ".gguf":
-        return str(path.parent.resolve()), {"gguf_file": path.name}
-    return (str(path.resolve()) if path.is_dir() else model_name), {}
-
-
 def _readme(kind: ExportKind, base: dict[str, Any], shifts: Shifts, facts: int) -> str:
     """How to load it, as code that runs in this folder."""
     home, _, loader = _KINDS[base["kind"]][0].rpartition(".")
-    source, options = _source(base["name"])
+    source, options = find_source(base["name"])
     options |= {"revision": base["revision"]} if base["revision"] else {}
     # In half precision W + S would swallow a small S, so a delta is added in the type it is stored in.
     options["dtype"] = str(next(iter(shifts.values())).dtype)[len("torch.") :] if kind == "delta" else base["dtype"]
-    arguments = ", ".join([repr(source), *(f"{name}={value!r}" for name, value in options.items())])
-    load = _LOAD.format(home=home, loader=loader, arguments='"."' if kind == "merged" else arguments)
+    given = [repr(source), *(f"{name}={value!r}" for name, value in options.items())]
+    arguments = '"."' if kind == "merged" else ", ".join(given)
+    load = f"from {home} import {loader}\nmodel = {loader}.from_pretrained({arguments})"
     return (
         f"# An edit of {base['name']}\n\n"
         f"{len(shifts)} layers changed for {facts} facts, written as `{kind}` by malmen {malmen.__version__}. "
@@ -270,12 +245,6 @@ def _sizes(lm: LanguageModel, name: str, shift: Tensor) -> dict[str, Any]:
 def _as_weight(lm: LanguageModel, name: str, shift: Tensor) -> Tensor:
     """A shift (value, key) oriented as the layer's weight; by type, because shapes of square layers do not tell."""
     return shift.T if is_conv1d(lm.model.get_submodule(name)) else shift
-
-
-def _share(difference: Tensor, shift: Tensor) -> float:
-    """‖difference‖/‖S‖; 0 where nothing changes."""
-    norm = float(shift.double().norm())
-    return float(difference.norm()) / norm if norm else 0.0
 
 
 def _checksum(path: Path) -> dict[str, Any]:

@@ -38,8 +38,8 @@ def score(scores: Mapping[str, Any] | None, parts: Sequence[str] = SCORE_PARTS) 
     out; None without any."""
     if not scores:
         return None
-    values = [relative_locality(scores) if part == "relative_locality" else scores.get(part) for part in parts]
-    measured = [value for value in values if value is not None]
+    values = {**scores, "relative_locality": relative_locality(scores)}
+    measured = [values[part] for part in parts if values.get(part) is not None]
     return float(harmonic_mean(measured)) if measured else None
 
 

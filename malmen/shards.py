@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
 from math import floor
 
 import torch
@@ -35,17 +36,15 @@ class Share:
 
 def divide(layers: Sequence[str], editors: int) -> list[list[Share]]:
     """The layers laid end to end and cut into equal parts, one for each editor."""
-    plan: list[list[Share]] = []
-    for editor in range(editors):
-        begin, end = Fraction(editor * len(layers), editors), Fraction((editor + 1) * len(layers), editors)
-        plan.append(
-            [
-                Share(layer, max(begin, Fraction(place)) - place, min(end, Fraction(place + 1)) - place)
-                for place, layer in enumerate(layers)
-                if begin < place + 1 and end > place
-            ]
-        )
-    return plan
+    cuts = [Fraction(editor * len(layers), editors) for editor in range(editors + 1)]
+    return [
+        [
+            Share(layer, max(begin - place, Fraction(0)), min(end - place, Fraction(1)))
+            for place, layer in enumerate(layers)
+            if begin < place + 1 and end > place
+        ]
+        for begin, end in pairwise(cuts)
+    ]
 
 
 def find_members(plan: Sequence[Sequence[Share]]) -> dict[str, list[int]]:
@@ -117,7 +116,8 @@ class ProcessGroupShards(Shards):
     def gather_statistics(self, mine: Mapping[str, Statistics]) -> Iterable[tuple[str, Statistics]]:
         """By layer, then by rank."""
         like = next(iter(mine.values())).mean
-        flat = torch.cat([_flatten(mine.get(layer), size, like) for layer, size in self.features.items()])
+        held = [mine.get(layer) or Statistics.of(like.new_empty(0, size)) for layer, size in self.features.items()]
+        flat = torch.cat([torch.cat((of.count[None], of.mean, of.squares)) for of in held])
         received = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
         dist.all_gather(received, flat)
         sizes = [1 + 2 * size for size in self.features.values()]
@@ -182,9 +182,3 @@ class ProcessGroupShards(Shards):
     def sum_tensor(self, layer: str, tensor: Tensor) -> None:
         """The sum over all members, in place."""
         dist.all_reduce(tensor, group=self.groups[layer])
-
-
-def _flatten(statistics: Statistics | None, size: int, like: Tensor) -> Tensor:
-    if statistics is None:
-        return like.new_zeros(1 + 2 * size)
-    return torch.cat((statistics.count[None], statistics.mean, statistics.squares))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from malmen.edit_method import EditMethod
 from malmen.editor import Editor, seeded_editor
 from malmen.errors import EditError
 from malmen.evaluate import Evaluation, evaluate
-from malmen.lm.generate import OnProgress
+from malmen.lm.generate import OnProgress, part_of
 from malmen.lm.layers import find_layers
 from malmen.lm.model import LanguageModel, fact_encoder, load_lm
 from malmen.lm_side import LMSide
@@ -44,8 +44,8 @@ class TrainingRun:
     folder: Path
     lm: LanguageModel
     editor: Editor
-    history: list[dict[str, Any]] = field(default_factory=list)
-    seconds: float = 0.0
+    history: list[dict[str, Any]]
+    seconds: float
 
 
 def train(
@@ -73,7 +73,6 @@ def train(
         make_editor(lm, config) if opened.checkpoint is None else load_editor(opened.checkpoint, lm, optimizer=True)
     )
     editor.config = config
-    run = TrainingRun(folder, lm, editor, opened.history)
     opened.begin()
     opened.cut(editor.steps_done)
     caches, training = sampler.caches(fingerprint, lm.dtype), config.training
@@ -103,8 +102,7 @@ def train(
         if _is_measured(training, step):
             measure()
     opened.begin({"finished": True})
-    run.seconds = time.perf_counter() - start
-    return run
+    return TrainingRun(folder, lm, editor, opened.history, time.perf_counter() - start)
 
 
 def _read_data(lm: LanguageModel, config: Config) -> tuple[Sampler, list[EditRecord]]:
@@ -166,13 +164,13 @@ def evaluate_sets(
 ) -> list[Evaluation]:
     """Evaluations of several disjoint sets of edits, each of the unedited model."""
     chosen = compatible_records(records, sets * edits)
-
-    def evaluate_set(number: int) -> Evaluation:
-        part = chosen[number * edits : (number + 1) * edits]
-        of_set = on_progress and (lambda done, total: on_progress(number * total + done, sets * total))
-        return evaluate_editor(lm, editor, part, config, edits=edits, generate=generate, on_progress=of_set)
-
-    return [evaluate_set(number) for number in range(sets)]
+    evaluations = []
+    for number in range(sets):
+        part, progress = chosen[number * edits : (number + 1) * edits], part_of(on_progress, number, sets)
+        evaluations.append(
+            evaluate_editor(lm, editor, part, config, edits=edits, generate=generate, on_progress=progress)
+        )
+    return evaluations
 
 
 def check_enough(records: list[EditRecord], number: int) -> list[EditRecord]:

@@ -152,8 +152,6 @@ TESTED_ELSEWHERE = {  # modules without a mirrored test file, each with where it
     "malmen/data/rows.py": "tests/malmen/data/test_check.py",
     "malmen/data/world_model.py": "tests/malmen/data/test_world.py",
     "malmen/edit_method.py": "tests/malmen/methods/test_registry.py",  # every method through one interface
-    "malmen/methods/subject_tokens.py": "tests/malmen/methods/test_memit.py",
-    "malmen/methods/subject_values.py": "tests/malmen/methods/test_memit.py",
     "malmen/runs/checkpoint_lookup.py": "tests/malmen/runs/test_checkpoint.py",
     "platform/cli/classifier.py": "tests/malmen/data/test_claims_model.py",
     "platform/cli/data.py": "tests/platform/cli/test_main.py",  # commands are tested as commands

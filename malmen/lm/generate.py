@@ -17,6 +17,11 @@ from malmen.lm.model import LanguageModel, fact_encoder
 OnProgress = Callable[[int, int], None]  # called with how many are done, and of how many
 
 
+def part_of(on_progress: OnProgress | None, part: int, parts: int) -> OnProgress | None:
+    """The progress of one of several equal parts, as progress of them all."""
+    return on_progress and (lambda done, total: on_progress(part * total + done, parts * total))
+
+
 @torch.no_grad()
 def generate_ids(
     lm: LanguageModel, encoder: FactEncoder, prompts: Sequence[str], max_new_tokens: int | Sequence[int],
@@ -42,10 +47,8 @@ def generate_ids(
         for first in range(0, len(indices), batch_size):
             batch = indices[first : first + batch_size]
             inputs = torch.tensor([encoded[index] for index in batch], device=lm.device)
-            with _without_shipped_settings(model):
-                outputs = model.generate(
-                    inputs, attention_mask=torch.ones_like(inputs), generation_config=_greedy(lm, limit)
-                )
+            with _greedy(lm, limit) as settings:
+                outputs = model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=settings)
             for index, ids in zip(batch, outputs[:, start:].tolist(), strict=True):
                 continuations[index] = ids[: limits[index]]
             if on_progress:
@@ -53,23 +56,20 @@ def generate_ids(
     return [continuations[index] for index in range(len(prompts))]
 
 
-def _greedy(lm: LanguageModel, max_new_tokens: int) -> GenerationConfig:
-    return GenerationConfig(
-        do_sample=False,
-        max_new_tokens=max_new_tokens,
-        pad_token_id=lm.pad_id,
-        eos_token_id=lm.tokenizer.eos_token_id,
-        decoder_start_token_id=lm.decoder_start if lm.kind == "encoder-decoder" else None,
-    )
-
-
 @contextmanager
-def _without_shipped_settings(model: Any) -> Iterator[None]:
-    """Instruction-tuned models ship penalties and the like, which would apply wherever ours leave a setting open."""
-    shipped = model.generation_config
-    model.generation_config = GenerationConfig()
+def _greedy(lm: LanguageModel, max_new_tokens: int) -> Iterator[GenerationConfig]:
+    """The settings to generate with. Inside, the model has none of its own: instruction-tuned models ship penalties and
+    the like, which would apply wherever ours leave a setting open."""
+    model = cast(Any, lm.model)
+    shipped, model.generation_config = model.generation_config, GenerationConfig()
     try:
-        yield
+        yield GenerationConfig(
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            pad_token_id=lm.pad_id,
+            eos_token_id=lm.tokenizer.eos_token_id,
+            decoder_start_token_id=lm.decoder_start if lm.kind == "encoder-decoder" else None,
+        )
     finally:
         model.generation_config = shipped
 

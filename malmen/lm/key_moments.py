@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -43,24 +43,19 @@ class KeySums:
     def read(self, batch: TokenBatch) -> None:
         """Run the model and add the keys of all tokens; those of a batch that does not count are left out."""
         batch = batch.to(self.lm.device)
-        hooks = [
-            (self.lm.model.get_submodule(layer.name), self._hook(layer.name, batch.masks[layer.stack]))
-            for layer in self.layers
-        ]
+
+        def add(layer: LayerSpec, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            rows = rows_at(batch.masks[layer.stack], args[0]).to(self.sums[layer.name])
+            self.sums[layer.name].addmm_(rows.T, rows)
+            self.counts[layer.name] += len(rows)
+
+        hooks = [(self.lm.model.get_submodule(layer.name), partial(add, layer)) for layer in self.layers]
         with hooked(hooks if batch.counts else [], before=True):
             self.lm.logits(batch)
 
     def moments(self) -> dict[str, Tensor]:
         """E[u uᵀ] by layer. They take the sums' place, for they are as large."""
         return {name: total.div_(self.counts[name].clamp(min=1)) for name, total in self.sums.items()}
-
-    def _hook(self, name: str, mask: Tensor) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            rows = rows_at(mask, args[0]).to(self.sums[name])
-            self.sums[name].addmm_(rows.T, rows)
-            self.counts[name] += len(rows)
-
-        return hook
 
 
 def layers_at_once(layers: Sequence[LayerSpec], limit: int = _SUMS_BYTES) -> list[list[LayerSpec]]:
@@ -92,36 +87,38 @@ class KeyMoments:
 
 def read_texts(path: Path) -> Iterator[str]:
     """The texts of a corpus, one a line; only as much of the file is read as is used."""
-    is_empty = True
     try:
         with path.open(encoding="utf-8") as file:
-            for line in file:
-                if line.strip():
-                    is_empty = False
-                    yield line.strip()
+            texts = (line.strip() for line in file if line.strip())
+            first = next(texts, None)
+            if first is None:
+                raise EditError(f"the corpus {path} holds no text: expected one text a line")
+            yield first
+            yield from texts
     except (OSError, UnicodeDecodeError) as error:
         raise EditError(f"cannot read the corpus {path}: {error}") from error
-    if is_empty:
-        raise EditError(f"the corpus {path} holds no text: expected one text a line")
 
 
 def key_moments(
     lm: LanguageModel, layers: Sequence[LayerSpec], texts: Iterable[str], max_tokens: int, *,
-    token_budget: int = 4096, cache: Path | None = None,
+    token_budget: int = 4096, cache: Path,
 ) -> KeyMoments:  # fmt: skip
     """Of the first `max_tokens` tokens of the texts; `cache` is the folder of moments that were computed before."""
     facts = list(_encode(lm, texts, max_tokens))
     about = [lm.fingerprint(), [layer.name for layer in layers], [fact.input_ids for fact in facts]]
-    name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
-    file = cache / f"{name}.safetensors" if cache is not None else None
-    if file is not None and file.is_file():
-        return _read(file, lm)
+    file = cache / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]}.safetensors"
+    if file.is_file():
+        with safe_open(file, framework="pt") as stored:
+            return KeyMoments(load_file(file, str(lm.device)), float(stored.metadata()["seconds"]))
     began, sums = time.perf_counter(), KeySums(lm, layers)
     for batch in make_batches(facts, token_budget, lm.pad_id):
         sums.read(batch)
     moments = KeyMoments(sums.moments(), time.perf_counter() - began)
-    if file is not None:
-        _write(file, moments)
+    cache.mkdir(parents=True, exist_ok=True)
+    tensors = {layer: moment.cpu().contiguous() for layer, moment in moments.by_layer.items()}
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:  # several processes may compute the same at once
+        save_file(tensors, Path(scratch) / file.name, metadata={"seconds": str(moments.seconds)})
+        (Path(scratch) / file.name).replace(file)
     return moments
 
 
@@ -136,17 +133,3 @@ def _encode(lm: LanguageModel, texts: Iterable[str], max_tokens: int) -> Iterato
                 yield EncodedFact(ids, len(ids) - 1, [0])
         if num_tokens >= max_tokens:
             return
-
-
-def _read(path: Path, lm: LanguageModel) -> KeyMoments:
-    with safe_open(path, framework="pt") as file:
-        seconds = float(file.metadata()["seconds"])
-    return KeyMoments({layer: moment.to(lm.device) for layer, moment in load_file(path).items()}, seconds)
-
-
-def _write(path: Path, moments: KeyMoments) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {layer: moment.cpu().contiguous() for layer, moment in moments.by_layer.items()}
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:  # several processes may compute the same at once
-        save_file(tensors, Path(scratch) / path.name, metadata={"seconds": str(moments.seconds)})
-        os.replace(Path(scratch) / path.name, path)

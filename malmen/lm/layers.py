@@ -11,17 +11,17 @@ from torch import nn
 
 from malmen.errors import UsageError
 
-RULES = "`last:K`, `first:K`, `middle:K`, `ends:K`, `every:K`, `all`"
-
 # How the names of FFN linears end, by family: GPT-2 · GPT-J · Llama and kin · T5 · BERT · GPT-NeoX · OPT
-_FIRST_FC = (
-    "mlp.c_fc", "mlp.fc_in", "mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj", "DenseReluDense.wi",
-    "DenseReluDense.wi_0", "DenseReluDense.wi_1", "intermediate.dense", "mlp.dense_h_to_4h", "fc1", "mlp.fc1",
-)  # fmt: skip
-_SECOND_FC = (
-    "mlp.c_proj", "mlp.fc_out", "mlp.down_proj", "DenseReluDense.wo", "output.dense", "mlp.dense_4h_to_h", "fc2",
-    "mlp.fc2",
-)  # fmt: skip
+_FFN_NAMES = {
+    "first": (
+        "mlp.c_fc", "mlp.fc_in", "mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj", "DenseReluDense.wi",
+        "DenseReluDense.wi_0", "DenseReluDense.wi_1", "intermediate.dense", "mlp.dense_h_to_4h", "fc1", "mlp.fc1",
+    ),
+    "second": (
+        "mlp.c_proj", "mlp.fc_out", "mlp.down_proj", "DenseReluDense.wo", "output.dense", "mlp.dense_4h_to_h", "fc2",
+        "mlp.fc2",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -84,22 +84,21 @@ def find_layers(model: nn.Module, layers: str | Sequence[str] = "last:6", ffn: s
     in each stack by itself.
     """
     stacks = find_stacks(model)
-    if not isinstance(layers, str):
-        return [_explicit_layer(model, stacks, name) for name in layers]
-    specs = []
-    for stack, stack_name in stacks.items():
-        blocks = model.get_submodule(stack_name)
-        assert isinstance(blocks, nn.ModuleList)
-        for block in _blocks_of_rule(layers, len(blocks), stack):
-            names = _ffn_names(blocks[block], ffn, f"{stack_name}.{block}")
-            specs += [_layer(model, stacks, f"{stack_name}.{block}.{name}") for name in names]
-    return specs
+    if isinstance(layers, str):
+        blocks = [
+            f"{stack_name}.{block}"
+            for stack, stack_name in stacks.items()
+            for block in _blocks_of_rule(layers, len(model.get_submodule(stack_name)), stack)  # type: ignore[arg-type]
+        ]
+        layers = [f"{block}.{name}" for block in blocks for name in _ffn_names(model.get_submodule(block), ffn, block)]
+    return [_layer(model, stacks, name) for name in layers]
 
 
 def _blocks_of_rule(rule: str, num_blocks: int, stack: str) -> Sequence[int]:
     match = re.fullmatch(r"(last|first|middle|ends|every):(\d+)|all", rule)
     if match is None:
-        raise UsageError(f"unknown layer rule {rule!r}: expected {RULES} or a list of module names")
+        rules = "`last:K`, `first:K`, `middle:K`, `ends:K`, `every:K`, `all`"
+        raise UsageError(f"unknown layer rule {rule!r}: expected {rules} or a list of module names")
     if rule == "all":
         return range(num_blocks)
     count, most = int(match[2]), num_blocks // 2 if match[1] == "ends" else num_blocks
@@ -116,15 +115,11 @@ def _blocks_of_rule(rule: str, num_blocks: int, stack: str) -> Sequence[int]:
 
 
 def _ffn_names(block: nn.Module, ffn: str, block_name: str) -> list[str]:
-    if ffn not in ("first", "second"):
+    if ffn not in _FFN_NAMES:
         raise UsageError(f"unknown ffn {ffn!r}: expected `first` or `second`")
-    suffixes = _FIRST_FC if ffn == "first" else _SECOND_FC
+    ends = tuple(f".{end}" for end in _FFN_NAMES[ffn])
     linears = [name for name, module in block.named_modules() if is_linear(module)]
-    names = [
-        name
-        for name in linears
-        if "attention" not in name.lower() and any(name == end or name.endswith("." + end) for end in suffixes)
-    ]
+    names = [name for name in linears if "attention" not in name.lower() and f".{name}".endswith(ends)]
     if not names:
         raise UsageError(
             f"no {ffn} FFN linear is known by name in block {block_name}; give module names instead of a rule; "
@@ -133,20 +128,16 @@ def _ffn_names(block: nn.Module, ffn: str, block_name: str) -> list[str]:
     return names
 
 
-def _explicit_layer(model: nn.Module, stacks: dict[str, str], name: str) -> LayerSpec:
-    modules = dict(model.named_modules())
-    if name in modules and is_linear(modules[name]):
-        return _layer(model, stacks, name)
-    linears = [other for other, module in modules.items() if is_linear(module)]
-    near = difflib.get_close_matches(name, linears, n=3, cutoff=0.0)
-    given = f"is a {type(modules[name]).__name__}, not a linear layer" if name in modules else "does not exist"
-    raise UsageError(f"layer {name!r} {given}; the nearest linear layers are {', '.join(near)}")
-
-
 def _layer(model: nn.Module, stacks: dict[str, str], name: str) -> LayerSpec:
+    modules = dict(model.named_modules())
+    if name not in modules or not is_linear(modules[name]):
+        linears = [other for other, module in modules.items() if is_linear(module)]
+        near = difflib.get_close_matches(name, linears, n=3, cutoff=0.0)
+        given = f"is a {type(modules[name]).__name__}, not a linear layer" if name in modules else "does not exist"
+        raise UsageError(f"layer {name!r} {given}; the nearest linear layers are {', '.join(near)}")
     if re.search(r"EncDecAttention\.[kv]$", name):
         raise UsageError(f"layer {name!r} stands in the decoder but reads the encoder's tokens: it cannot be edited")
-    sizes = layer_sizes(model.get_submodule(name))
+    sizes = layer_sizes(modules[name])
     for stack, stack_name in stacks.items():
         if name.startswith(f"{stack_name}."):
             return LayerSpec(name, *sizes, stack=stack, block=int(name[len(stack_name) + 1 :].split(".")[0]))

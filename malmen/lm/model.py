@@ -82,8 +82,7 @@ class LanguageModel:
     @property
     def pad_id(self) -> int:
         """The token of padded positions; they are masked, so any token will do."""
-        pad = getattr(self.tokenizer, "pad_token_id", None)
-        return 0 if pad is None else int(pad)
+        return int(getattr(self.tokenizer, "pad_token_id", None) or 0)
 
     @property
     def max_positions(self) -> int | None:
@@ -94,8 +93,11 @@ class LanguageModel:
     @property
     def decoder_start(self) -> int:
         """The token that starts an encoder-decoder's answers."""
-        start = getattr(cast(Any, self.model).config, "decoder_start_token_id", None)
-        return 0 if start is None else int(start)
+        return int(getattr(cast(Any, self.model).config, "decoder_start_token_id", None) or 0)
+
+    def blocks(self, stack: str) -> nn.ModuleList:
+        """The transformer blocks of a stack, from below."""
+        return cast(nn.ModuleList, self.model.get_submodule(self.stacks[stack]))
 
     def logits(self, batch: TokenBatch) -> Tensor:
         """Logits (answer tokens, vocabulary) at the answer positions only, in the order of `batch.targets`."""
@@ -180,8 +182,9 @@ def _loading_errors(config: ModelConfig) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError, SafetensorError, struct.error) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]  # from the second on: advice
         raise EditError(
-            f"cannot load the model {config.name!r}: {_first_line(error)} "
+            f"cannot load the model {config.name!r}: {lines[0] if lines else type(error).__name__} "
             "(expected `builtin`, a folder with config.json and safetensors, a .gguf file, or a hub name)"
         ) from error
 
@@ -189,32 +192,30 @@ def _loading_errors(config: ModelConfig) -> Iterator[None]:
 def _kind_and_config(config: ModelConfig) -> tuple[Kind, PretrainedConfig]:
     name, options = _location(config)
     hf_config = AutoConfig.from_pretrained(name, **options)
-    return (config.kind if config.kind != "auto" else _kind(hf_config)), hf_config
+    if config.kind != "auto":
+        return config.kind, hf_config
+    if getattr(hf_config, "is_encoder_decoder", False):
+        return "encoder-decoder", hf_config
+    return ("classifier" if hf_config.model_type == "bert" else "decoder"), hf_config
 
 
 def _location(config: ModelConfig) -> tuple[str, dict[str, Any]]:
     if config.name == "builtin":
         check_world_model()
-        return str(WORLD_MODEL), {}
-    path = Path(config.name).expanduser()
+    source, options = find_source(config.name)
+    if options and not (Path(source) / options["gguf_file"]).is_file():
+        raise EditError(f"the model file {config.name} does not exist")
+    if config.revision and not Path(source).is_dir():
+        return source, {"revision": config.revision}
+    return source, options
+
+
+def find_source(model_name: str) -> tuple[str, dict[str, str]]:
+    """What transformers is given to find a model, from wherever it is called."""
+    path = WORLD_MODEL if model_name == "builtin" else Path(model_name).expanduser()
     if path.suffix == ".gguf":
-        if not path.is_file():
-            raise EditError(f"the model file {path} does not exist")
-        return str(path.parent), {"gguf_file": path.name}
-    if path.is_dir():
-        return str(path), {}
-    return config.name, {"revision": config.revision} if config.revision else {}
-
-
-def _kind(hf_config: PretrainedConfig) -> Kind:
-    if getattr(hf_config, "is_encoder_decoder", False):
-        return "encoder-decoder"
-    return "classifier" if hf_config.model_type == "bert" else "decoder"
-
-
-def _first_line(error: Exception) -> str:
-    """What went wrong; the lines below it are transformers' advice."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        return str(path.parent.resolve()), {"gguf_file": path.name}
+    return (str(path.resolve()) if path.is_dir() else model_name), {}
 
 
 def fact_encoder(lm: LanguageModel, data: DataConfig) -> FactEncoder:

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.pytorch_utils import Conv1D
 
 from malmen.errors import EditError
 from malmen.lm.hooks import innermost_forward, replaced_forward
-from malmen.lm.layers import is_linear, layer_sizes
+from malmen.lm.layers import is_conv1d, is_linear, layer_sizes
 from malmen.lm.model import LanguageModel
 
 Shifts = Mapping[str, Tensor]  # layer name -> S (value, key)
@@ -25,14 +24,17 @@ def edited(lm: LanguageModel, shifts: Shifts) -> Iterator[None]:
 
     Where a shift is a leaf that requires a gradient, its `.grad` is ∇_W̃ of what is run inside.
     """
-    with _laid_over(lm, [Overlay.of(lm, shifts)], None):
+    with edited_rows(lm, [(Overlay.of(lm, shifts), 0)]):
         yield
 
 
 @contextmanager
 def edited_rows(lm: LanguageModel, overlays: Sequence[tuple[Overlay | None, int]]) -> Iterator[None]:
-    """Inside, the first rows of every batch see the first edit, and so on: (edit or None, number of rows)."""
-    with _laid_over(lm, [overlay for overlay, _ in overlays], [rows for _, rows in overlays]):
+    """Inside, the first rows of every batch see the first edit, and so on: (edit or None, number of rows). All rows see
+    the only edit there is."""
+    names = {name for overlay, _ in overlays if overlay for name in (*overlay.weights, *overlay.shifts)}
+    forwards = [_EditedForward(lm.model.get_submodule(name), name, overlays) for name in names]
+    with replaced_forward([(forward.module, forward) for forward in forwards], attribute=innermost_forward):
         yield
 
 
@@ -66,7 +68,7 @@ class Overlay:
 def upright_weight(module: nn.Module) -> Tensor:
     """W as (value, key)."""
     weight = module.get_parameter("weight")
-    return weight.T if isinstance(module, Conv1D) else weight
+    return weight.T if is_conv1d(module) else weight
 
 
 def linear_of(lm: LanguageModel, name: str, shift: Tensor) -> nn.Module:
@@ -89,15 +91,6 @@ def linear_of(lm: LanguageModel, name: str, shift: Tensor) -> nn.Module:
 # --- the forward of an edited layer ------------------------------------------------------------------
 
 
-@contextmanager
-def _laid_over(lm: LanguageModel, overlays: Sequence[Overlay | None], rows: Sequence[int] | None) -> Iterator[None]:
-    """`rows` of a batch see each overlay; None: all see the only one."""
-    names = {name for overlay in overlays if overlay for name in (*overlay.weights, *overlay.shifts)}
-    forwards = [_EditedForward(lm.model.get_submodule(name), name, overlays, rows) for name in names]
-    with replaced_forward([(forward.module, forward) for forward in forwards], attribute=innermost_forward):
-        yield
-
-
 def _is_edited(module: nn.Module) -> bool:
     return isinstance(module.__dict__.get(innermost_forward(module)), _EditedForward)
 
@@ -105,28 +98,24 @@ def _is_edited(module: nn.Module) -> bool:
 class _EditedForward:
     """The forward of a linear layer of which the rows of a batch see different edits."""
 
-    def __init__(
-        self, module: nn.Module, name: str, overlays: Sequence[Overlay | None], rows: Sequence[int] | None
-    ) -> None:
-        self.module, self.bias = module, module._parameters.get("bias")
-        self.unedited = getattr(module, innermost_forward(module))
-        self.weights = [overlay.weights.get(name) if overlay else None for overlay in overlays]
-        self.shifts = [overlay.shifts.get(name) if overlay else None for overlay in overlays]
-        self.rows = rows
-        merged = any(weight is not None for weight in self.weights)
+    def __init__(self, module: nn.Module, name: str, overlays: Sequence[tuple[Overlay | None, int]]) -> None:
+        self.module, self.name, self.overlays = module, name, overlays
+        self.bias, self.unedited = module._parameters.get("bias"), getattr(module, innermost_forward(module))
+        merged = any(overlay and name in overlay.weights for overlay, _ in overlays)
         assert not (merged and _is_edited(module)), f"{name} is edited already"
 
     def __call__(self, keys: Tensor) -> Tensor:
-        if self.rows is None or len(self.rows) == 1:
-            return self._values(0, keys)
-        by_text = keys.unflatten(0, (sum(self.rows), -1)) if keys.dim() == 2 else keys  # OPT's FFN sees one long row
-        assert by_text.shape[0] == sum(self.rows), (tuple(keys.shape), self.rows)
-        values = torch.cat([self._values(index, part) for index, part in enumerate(by_text.split(list(self.rows)))])
+        if len(self.overlays) == 1:
+            return self._values(self.overlays[0][0], keys)
+        rows = [count for _, count in self.overlays]
+        by_text = keys.unflatten(0, (sum(rows), -1)) if keys.dim() == 2 else keys  # OPT's FFN sees one long row
+        assert by_text.shape[0] == sum(rows), (tuple(keys.shape), rows)
+        parts = zip(self.overlays, by_text.split(rows), strict=True)
+        values = torch.cat([self._values(overlay, part) for (overlay, _), part in parts])
         return values.reshape(*keys.shape[:-1], values.shape[-1])
 
-    def _values(self, index: int, keys: Tensor) -> Tensor:
-        weight, shift = self.weights[index], self.shifts[index]
-        if weight is not None:
-            return F.linear(keys, weight, self.bias)
+    def _values(self, overlay: Overlay | None, keys: Tensor) -> Tensor:
+        if overlay and self.name in overlay.weights:
+            return F.linear(keys, overlay.weights[self.name], self.bias)
         values: Tensor = self.unedited(keys)
-        return values if shift is None else values + F.linear(keys, shift)
+        return values + F.linear(keys, overlay.shifts[self.name]) if overlay and self.name in overlay.shifts else values

@@ -5,9 +5,10 @@ A forward of an edited model may start above it. It does not depend on θ, so th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -36,17 +37,17 @@ def stem_blocks(lm: LanguageModel, layers: list[LayerSpec]) -> Height:
     A decoder that attends to an edited encoder is reached from its first block on.
     """
     first = {
-        stack: min((layer.block for layer in layers if layer.stack == stack), default=len(_blocks(lm, stack)))
+        stack: min((layer.block for layer in layers if layer.stack == stack), default=len(lm.blocks(stack)))
         for stack in lm.stacks
     }
-    if "encoder" in first and first["encoder"] < len(_blocks(lm, "encoder")):
+    if "encoder" in first and first["encoder"] < len(lm.blocks("encoder")):
         first["decoder"] = 0
     return {stack: count for stack, count in first.items() if count > 0}
 
 
 def all_blocks(lm: LanguageModel) -> Height:
     """The height at which every block is below: what is left is the final norm and the head."""
-    return {stack: len(_blocks(lm, stack)) for stack in lm.stacks}
+    return {stack: len(lm.blocks(stack)) for stack in lm.stacks}
 
 
 @contextmanager
@@ -55,37 +56,24 @@ def fill_or_resume(lm: LanguageModel, stem: Stem) -> Iterator[None]:
     on what the stem holds."""
     if stem.outputs:
         skipped = [
-            (block, _constant(stem.outputs[stack]))
+            (block, partial(_hand_on, stem.outputs[stack]))
             for stack, count in stem.height.items()
-            for block in _blocks(lm, stack)[:count]
+            for block in lm.blocks(stack)[:count]
         ]
         with replaced_forward(skipped):
             yield
         return
 
-    def keep(stack: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            stem.outputs[stack] = _detach(output)
-            lm.plain_blocks = isinstance(output, Tensor)
+    def keep(stack: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        stem.outputs[stack] = output
+        lm.plain_blocks = isinstance(output, Tensor)
 
-        return hook
-
-    with hooked([(_blocks(lm, stack)[count - 1], keep(stack)) for stack, count in stem.height.items()]):
+    with hooked([(lm.blocks(stack)[count - 1], partial(keep, stack)) for stack, count in stem.height.items()]):
         yield
 
 
-def _constant(output: Any) -> Callable[..., Any]:
-    return lambda *_args, **_kwargs: output
-
-
-def _blocks(lm: LanguageModel, stack: str) -> nn.ModuleList:
-    return cast(nn.ModuleList, lm.model.get_submodule(lm.stacks[stack]))
-
-
-def _detach(output: Any) -> Any:
-    if isinstance(output, Tensor):
-        return output.detach()
-    return tuple(part.detach() if isinstance(part, Tensor) else part for part in output)
+def _hand_on(output: Any, *_args: Any, **_kwargs: Any) -> Any:
+    return output
 
 
 # --- by fact -----------------------------------------------------------------------------------------
@@ -108,14 +96,14 @@ def remember_stem(
     """Put the stems of a batch of these facts into the cache, fact by fact."""
     if lm.kind == "encoder-decoder" or not batch.counts:
         return
+    hidden = {
+        _kind(stack, stem.height[stack]): output if isinstance(output, Tensor) else output[0]
+        for stem in stems
+        for stack, output in stem.outputs.items()
+    }
     lengths = batch.masks["decoder"].sum(-1).tolist()
     for row, (place, length) in enumerate(zip(batch.facts.tolist(), lengths, strict=True)):
-        parts = {
-            _kind(stack, count): _hidden(stem.outputs[stack])[row, :length]
-            for stem in stems
-            for stack, count in stem.height.items()
-        }
-        cache.put(facts[place], parts)
+        cache.put(facts[place], {kind: states[row, :length] for kind, states in hidden.items()})
 
 
 def recall_stem(
@@ -145,7 +133,3 @@ def _has_plain_blocks(lm: LanguageModel, batch: TokenBatch) -> bool:
 
 def _kind(stack: str, count: int) -> str:
     return f"hidden/{stack}/{count}"
-
-
-def _hidden(output: Any) -> Tensor:
-    return cast(Tensor, output if isinstance(output, Tensor) else output[0])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,40 +31,39 @@ Traces = dict[str, LayerTrace]
 def trace(lm: LanguageModel, layers: Sequence[LayerSpec], batches: Iterable[TokenBatch], tokens: str) -> Traces:
     """Back-propagate L = −Σ log p(y|x) over the batches, as far as the first edited layer and no further.
 
-    A hook on each layer keeps its input and adds a probe of zeros to its output; the gradient of the
-    probes is ∇_v L. No weight takes a gradient. L is a sum over tokens, so batches do not mix. Rows come
-    in the order of the facts, however they were batched.
+    A hook on each layer keeps its input and adds a probe of zeros to its output, whose gradient is ∇_v L. No weight
+    takes a gradient. L is a sum over tokens, so batches do not mix. Rows come in the order of the facts.
     """
-    parts: dict[str, list[tuple[LayerTrace, Tensor]]] = {layer.name: [] for layer in layers}
+    parts: dict[str, list[tuple[Tensor, ...]]] = {layer.name: [] for layer in layers}
     for batch in batches:
-        batch = batch.to(lm.device)
-        traces = _trace_batch(lm, layers, batch, tokens)
-        for layer, part in zip(layers, traces if batch.counts else (), strict=batch.counts):
-            parts[layer.name].append((part, batch.fact_of(batch.traced_mask(layer.stack, tokens))))
+        traced = _trace_batch(lm, layers, batch.to(lm.device), tokens)
+        for name, rows in traced.items() if batch.counts else ():
+            parts[name].append(rows)
     return {layer.name: _in_order(parts[layer.name]) if parts[layer.name] else _nothing(lm, layer) for layer in layers}
 
 
-def _trace_batch(lm: LanguageModel, layers: Sequence[LayerSpec], batch: TokenBatch, tokens: str) -> list[LayerTrace]:
+def _trace_batch(
+    lm: LanguageModel, layers: Sequence[LayerSpec], batch: TokenBatch, tokens: str
+) -> dict[str, tuple[Tensor, ...]]:
+    """By layer, of each token that is used: its key, its value gradient and its fact."""
     keys: dict[str, Tensor] = {}
     probes: dict[str, Tensor] = {}
 
-    def probe(name: str) -> Any:
-        def hook(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            keys[name] = args[0].detach()
-            probes[name] = torch.zeros_like(output, requires_grad=True)
-            return output + probes[name]
+    def probe(name: str, _module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        keys[name] = args[0].detach()
+        probes[name] = torch.zeros_like(output, requires_grad=True)
+        return output + probes[name]
 
-        return hook
-
-    hooks = [(lm.model.get_submodule(layer.name), probe(layer.name)) for layer in layers]
+    hooks = [(lm.model.get_submodule(layer.name), partial(probe, layer.name)) for layer in layers]
     with hooked(hooks), torch.enable_grad():
         edit_loss = nll(lm.log_probs(batch), batch.targets)
-    grads = torch.autograd.grad(edit_loss, [probes[layer.name] for layer in layers])
-    masks = [batch.traced_mask(layer.stack, tokens) for layer in layers]
-    return [
-        LayerTrace(*(rows_at(mask, part).to(lm.device) for part in (keys[layer.name], grad)))
-        for layer, mask, grad in zip(layers, masks, grads, strict=True)
-    ]
+    grads = dict(zip(probes, torch.autograd.grad(edit_loss, list(probes.values())), strict=True))
+    rows = {}
+    for layer in layers:
+        mask = batch.traced_mask(layer.stack, tokens)
+        seen = (rows_at(mask, part[layer.name]).to(lm.device) for part in (keys, grads))
+        rows[layer.name] = (*seen, batch.fact_of(mask))
+    return rows
 
 
 def rows_at(mask: Tensor, seen: Tensor) -> Tensor:
@@ -72,12 +72,10 @@ def rows_at(mask: Tensor, seen: Tensor) -> Tensor:
     return seen.reshape(*mask.shape, seen.shape[-1])[mask.to(seen.device)]
 
 
-def _in_order(parts: list[tuple[LayerTrace, Tensor]]) -> LayerTrace:
-    order = torch.cat([facts for _, facts in parts]).argsort(stable=True)
-    return LayerTrace(
-        torch.cat([part.keys for part, _ in parts])[order],
-        torch.cat([part.value_grads for part, _ in parts])[order],
-    )
+def _in_order(parts: list[tuple[Tensor, ...]]) -> LayerTrace:
+    keys, value_grads, facts = (torch.cat(rows) for rows in zip(*parts, strict=True))
+    order = facts.argsort(stable=True)
+    return LayerTrace(keys[order], value_grads[order])
 
 
 def _nothing(lm: LanguageModel, layer: LayerSpec) -> LayerTrace:

@@ -7,19 +7,19 @@ activations of all edits are held at the same time.
 from __future__ import annotations
 
 import sys
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from malmen.data.tokens import MetaBatch, make_batches
 from malmen.editor import Editor
 from malmen.errors import EditError
-from malmen.hypernet import HyperNetwork
+from malmen.hypernet import HyperNetwork, run_in_batches
+from malmen.least_squares import solve_least_squares
 from malmen.lm.losses import kl, nll
 from malmen.lm.model import LanguageModel
 from malmen.lm.overlay import edited
-from malmen.lm.trace import LayerTrace, trace
+from malmen.lm.trace import trace
 
 
 def concatenated_backward(lm: LanguageModel, editor: Editor, batch: MetaBatch) -> None:
@@ -36,31 +36,20 @@ def concatenated_backward(lm: LanguageModel, editor: Editor, batch: MetaBatch) -
         make_batches(facts, sys.maxsize, lm.pad_id)[0].to(lm.device)
         for facts in (batch.edits, batch.equivalents, batch.unrelated)
     )
-    traces = trace(lm, editor.layers, [edits], editor.config.editor.tokens)
+    traces = trace(lm, editor.layers, [edits], settings.tokens)
     editor.observe(traces)
     shifts = {}
     for shape, members in editor.groups.items():
         net = cast(HyperNetwork, editor.nets[shape])
-        for index, layer in enumerate(members):
-            shifts[layer.name] = _shift(net, index, traces[layer.name], settings.preserved_weight).to(lm.dtype)
+        (parts,) = run_in_batches(net, [layer.name for layer in members], traces, sys.maxsize, grad=True)
+        for index, part in enumerate(parts):
+            damping: Any = net.log_damping[index].double().exp()  # a tensor, for its gradient
+            preserved = None if net.moments is None else settings.preserved_weight * net.moments[index].double()
+            solution = solve_least_squares(traces[part.layer].keys, part.value_diffs(), damping, preserved)
+            shifts[part.layer] = solution.shift.to(lm.dtype)
     with torch.no_grad():
         reference = lm.log_probs(unrelated)
     with edited(lm, shifts):
         loss = nll(lm.log_probs(equivalents), equivalents.targets) / len(batch.equivalents)
         drift = kl(reference, lm.log_probs(unrelated)) / len(batch.unrelated)
     (loss + editor.config.training.locality_coef * drift).backward()  # type: ignore[no-untyped-call]
-
-
-def _shift(net: HyperNetwork, index: int, traced: LayerTrace, preserved_weight: float) -> Tensor:
-    """S* of a layer, with its graph; by the smaller of the two forms."""
-    members = torch.full((len(traced.keys),), index, device=traced.keys.device)
-    keys = traced.keys.to(net.log_edit_lr)
-    pseudo_keys, scaled_grads = net(members, keys, traced.value_grads)
-    diffs = ((pseudo_keys * keys).sum(-1, keepdim=True) * scaled_grads).double()
-    rows, damping = traced.keys.double(), net.log_damping[index].double().exp()
-    if len(rows) < rows.shape[1] and net.moments is None:
-        factor = torch.linalg.cholesky(rows @ rows.T + damping * torch.eye(len(rows)).to(rows))
-        return torch.cholesky_solve(diffs, factor).T @ rows
-    gram = rows.T @ rows if net.moments is None else rows.T @ rows + preserved_weight * net.moments[index].double()
-    factor = torch.linalg.cholesky(gram + damping * torch.eye(rows.shape[1]).to(rows))
-    return torch.cholesky_solve(rows.T @ diffs, factor).T

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from malmen.config import Config
 from malmen.data.records import Fact
-from malmen.data.tokens import EncodedFact, make_batches
+from malmen.data.tokens import make_batches
 from malmen.edit_method import PlainEdit, UntrainedMethod, finite, require_facts
 from malmen.errors import EditError
-from malmen.lm.layers import LayerSpec, find_layers
+from malmen.lm.layers import find_layers
 from malmen.lm.losses import nll
 from malmen.lm.model import LanguageModel, fact_encoder
 from malmen.lm.overlay import edited, upright_weight
@@ -24,7 +24,9 @@ class FineTune(UntrainedMethod):
 
     def __init__(self, lm: LanguageModel, config: Config) -> None:
         self.config, self.settings = config, config.baselines.ft
-        self.layers = ffn_layers(lm, self.settings.layers, self.settings.ffn)
+        ways = ("first", "second") if self.settings.ffn == "both" else (self.settings.ffn,)
+        found = [layer for way in ways for layer in find_layers(lm.model, self.settings.layers, way)]
+        self.layers = list(dict.fromkeys(found))  # layers that are named are found either way
 
     def edit(self, lm: LanguageModel, facts: Sequence[Fact]) -> PlainEdit:
         """Epochs of AdamW over the facts, in an order that the seed fixes."""
@@ -39,27 +41,15 @@ class FineTune(UntrainedMethod):
         for epoch in range(self.settings.epochs):
             order = random.Random(f"ft/{self.config.seed}/{epoch}").sample(encoded, len(encoded))
             for first in range(0, len(order), self.settings.batch_facts):
+                step = order[first : first + self.settings.batch_facts]
                 optimizer.zero_grad(set_to_none=True)
-                self._backward(lm, order[first : first + self.settings.batch_facts], weights, frozen)
+                for batch in make_batches(step, self.config.batch.token_budget, lm.pad_id):
+                    batch = batch.to(lm.device)
+                    with edited(lm, {name: weight - frozen[name] for name, weight in weights.items()}):
+                        loss = nll(lm.log_probs(batch), batch.targets) / len(step)
+                    loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
         return PlainEdit(finite({name: (weights[name].detach() - frozen[name]).double() for name in weights}))
-
-    def _backward(
-        self, lm: LanguageModel, facts: Sequence[EncodedFact], weights: dict[str, Tensor], frozen: dict[str, Tensor]
-    ) -> None:
-        """Add the gradient of −log p(y|x), averaged over these facts."""
-        for batch in make_batches(facts, self.config.batch.token_budget, lm.pad_id):
-            batch = batch.to(lm.device)
-            with edited(lm, {name: weight - frozen[name] for name, weight in weights.items()}):
-                loss = nll(lm.log_probs(batch), batch.targets)
-            (loss / len(facts)).backward()  # type: ignore[no-untyped-call]
-
-
-def ffn_layers(lm: LanguageModel, layers: str | Sequence[str], ffn: str) -> list[LayerSpec]:
-    """The layers that a rule names; `both` takes both linears of each FFN."""
-    ways = ("first", "second") if ffn == "both" else (ffn,)
-    by_name = {layer.name: layer for way in ways for layer in find_layers(lm.model, layers, way)}
-    return list(by_name.values())
 
 
 def _full_weight(lm: LanguageModel, name: str) -> Tensor:

@@ -7,23 +7,29 @@ S = R Kᵀ (w C + K Kᵀ)⁻¹, with the keys K of the subjects, their residuals
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from malmen.config import Config
+from malmen.config import Config, MemitConfig
 from malmen.data.records import Fact
 from malmen.data.splits import training_records
+from malmen.data.tokens import EncodedFact, TokenBatch, make_batches
 from malmen.edit_method import PlainEdit, UntrainedMethod, finite, require_facts
 from malmen.errors import EditError
+from malmen.lm.hooks import hooked
 from malmen.lm.key_moments import KeyMoments, key_moments, read_texts
 from malmen.lm.layers import find_layers
-from malmen.lm.model import LanguageModel
+from malmen.lm.model import LanguageModel, fact_encoder
 from malmen.lm.overlay import edited
-from malmen.methods.subject_tokens import Placed, Places, hidden_at, keys_at
-from malmen.methods.subject_values import find_values
+from malmen.lm.trace import rows_at
 
 
 class Memit(UntrainedMethod):
@@ -47,8 +53,8 @@ class Memit(UntrainedMethod):
         require_facts(facts)
         moments = self.moments(lm).by_layer
         places = Places(lm, self.config, self.settings.prefixes, self.settings.prefix_tokens)
-        plain = [places.of(fact) for fact in facts]
         varied = [places.with_prefixes(fact) for fact in facts]
+        plain = [variants[0] for variants in varied]
         block, budget = self.layers[-1].block, self.config.batch.token_budget
         before = hidden_at(lm, block, plain, budget)  # (facts, hidden)
         targets = before + find_values(lm, block, facts, varied, places, before, self.settings, budget)
@@ -96,5 +102,184 @@ def spread(keys: Tensor, residuals: Tensor, moment: Tensor, weight: float) -> Te
 def _mean_keys(lm: LanguageModel, layer: str, varied: Sequence[Sequence[Placed]], budget: int) -> Tensor:
     """u at the subject's last token: half of it with nothing before the prompt, half with random texts (facts, key)."""
     flat = [placed for variants in varied for placed in variants]
-    parts = keys_at(lm, layer, flat, budget).split([len(variants) for variants in varied])
-    return torch.stack([(part[0] + part[1:].mean(0)) / 2 if len(part) > 1 else part[0] for part in parts])
+    keys = _captured(lm, lm.model.get_submodule(layer), flat, budget, of_input=True).unflatten(0, (len(varied), -1))
+    return (keys[:, 0] + keys[:, 1:].mean(1)) / 2 if keys.shape[1] > 1 else keys[:, 0]
+
+
+# --- δ of each fact: the move of its subject's hidden state that makes the answer probable ---------------
+
+
+def find_values(
+    lm: LanguageModel, block: int, facts: Sequence[Fact], varied: Sequence[Sequence[Placed]], places: Places,
+    before: Tensor, settings: MemitConfig, token_budget: int,
+) -> Tensor:  # fmt: skip
+    """δ (facts, hidden), optimised fact by fact; `varied` holds each fact behind different texts, `before` is h."""
+    deltas = torch.zeros_like(before)
+    for part in _parts(varied, token_budget):
+        essence = [places.of(Fact(f"{facts[index].subject} is a", "thing", facts[index].subject)) for index in part]
+        deltas[part] = _optimise(lm, block, [varied[index] for index in part], essence, before[part], settings)
+    return deltas
+
+
+def _parts(varied: Sequence[Sequence[Placed]], token_budget: int) -> list[range]:
+    """Ranges of facts that fit the budget with all their prefixes; at least one fact each."""
+    longest = max(placed.encoded.length for variants in varied for placed in variants)
+    at_once = max(1, token_budget // (len(varied[0]) * longest))
+    return [range(first, min(first + at_once, len(varied))) for first in range(0, len(varied), at_once)]
+
+
+def _optimise(
+    lm: LanguageModel, block: int, varied: Sequence[Sequence[Placed]], essence: Sequence[Placed], before: Tensor,
+    settings: MemitConfig,
+) -> Tensor:  # fmt: skip
+    flat = [placed for variants in varied for placed in variants]
+    batch = _one_batch(lm, [placed.encoded for placed in flat])
+    about = _one_batch(lm, [_last_only(placed.encoded) for placed in essence])
+    with torch.no_grad():
+        unedited = lm.log_probs(about)
+    sizes = before.norm(dim=-1)
+    deltas = torch.zeros_like(before, requires_grad=True)  # float32 at least, see hidden_at
+    optimizer = torch.optim.Adam([deltas], lr=settings.lr)
+    owners = torch.arange(len(varied), device=lm.device).repeat_interleave(len(varied[0]))  # the fact of each text
+    text_of_token = batch.fact_of(batch.answer_mask)
+    weights = 1 / (text_of_token.bincount()[text_of_token] * len(varied[0]))  # those of a fact's tokens sum to 1
+    order = about.facts.argsort()  # rows of a batch are sorted by length; δ is by fact
+    unfinished = torch.ones(len(before), dtype=torch.bool, device=before.device)  # (facts,)
+    for _ in range(settings.steps):
+        optimizer.zero_grad(set_to_none=True)
+        log_probs = _log_probs(lm, block, batch, flat, deltas[owners[batch.facts]])
+        right = log_probs.gather(1, batch.targets[:, None]).squeeze(1)
+        moved = _log_probs(lm, block, about, essence, deltas[about.facts])
+        drift = (moved.exp() * (moved - unedited)).sum(-1)  # KL(edited ‖ unedited)
+        decay = (deltas.square().sum(-1) + 1e-12).sqrt() / sizes.square()
+        nll = torch.zeros_like(decay).index_add(0, owners[text_of_token], -weights * right)
+        losses = nll + settings.kl_coef * drift[order] + settings.weight_decay * decay
+        losses.sum().backward()  # type: ignore[no-untyped-call]
+        unfinished &= losses.detach() >= settings.enough
+        if not bool(unfinished.any()):
+            break
+        before_step = deltas.detach().clone()
+        optimizer.step()
+        with torch.no_grad():  # back into the ball around h; a fact that is good enough keeps its δ
+            deltas *= (settings.clamp * sizes / deltas.norm(dim=-1).clamp(min=1e-12)).clamp(max=1)[:, None]
+            deltas[~unfinished] = before_step[~unfinished]
+    return deltas.detach()
+
+
+def _log_probs(lm: LanguageModel, block: int, batch: TokenBatch, placed: Sequence[Placed], deltas: Tensor) -> Tensor:
+    """Those of the answers when each subject's hidden state is moved by its row of `deltas` (batch, hidden)."""
+    with hooked([(lm.blocks("decoder")[block], partial(add_at, deltas, last_tokens(batch, placed)))]):
+        return lm.log_probs(batch)
+
+
+def _one_batch(lm: LanguageModel, encoded: Sequence[EncodedFact]) -> TokenBatch:
+    (batch,) = make_batches(encoded, sys.maxsize, lm.pad_id)
+    return batch.to(lm.device)
+
+
+def _last_only(fact: EncodedFact) -> EncodedFact:
+    """The prompt alone; only its last position counts."""
+    return replace(fact, input_ids=fact.input_ids[: fact.first + 1], targets=[0])
+
+
+# --- where a subject ends in the tokens, and the keys and hidden states there ------------------------------
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A fact in tokens, and the position of its subject's last token."""
+
+    encoded: EncodedFact
+    position: int
+
+
+class Places:
+    """Locates the subjects of facts, by themselves and behind a few random texts."""
+
+    def __init__(self, lm: LanguageModel, config: Config, prefixes: int, prefix_tokens: int) -> None:
+        self.lm, self.encoder = lm, fact_encoder(lm, config.data)
+        if not getattr(lm.tokenizer, "is_fast", False):
+            raise EditError("MEMIT needs a fast tokenizer, which gives the place of each token in the text")
+        self.prefixes = random_texts(lm, prefixes, prefix_tokens, config.seed)
+
+    def of(self, fact: Fact, prefix: str = "") -> Placed:
+        """A fact behind a prefix; EditError if it has no subject, or one that is not in its prompt."""
+        if not fact.subject:
+            raise EditError(
+                f"MEMIT needs the subject of {fact.prompt!r}: give the row a `subject`, or rephrasings that share it"
+            )
+        prompt = prefix + fact.prompt
+        name = re.escape(fact.subject)  # as a word of its own, or anywhere: not every script separates words
+        match = re.search(rf"(?<!\w){name}(?!\w)", fact.prompt) or re.search(name, fact.prompt)
+        text, special = self.encoder.prompt_text(prompt)
+        begin = text.find(prompt)  # a chat template may trim it
+        if match is None or begin < 0:
+            raise EditError(f"the subject {fact.subject!r} is not in the prompt {fact.prompt!r}")
+        end = begin + len(prefix) + match.end()
+        spans = self.lm.tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)["offset_mapping"]
+        position = max(index for index, (first, last) in enumerate(spans) if first < end and last > first)
+        encoded = self.encoder.encode(Fact(prompt, fact.answer))
+        if encoded.first + 1 != len(self.encoder.prompt_ids(prompt)):
+            raise EditError(
+                f"the prompt {fact.prompt[:60]!r} … is too long for MEMIT: truncated, it may lose its subject"
+            )
+        return Placed(encoded, position)
+
+    def with_prefixes(self, fact: Fact) -> list[Placed]:
+        """The fact by itself, then behind each random text."""
+        return [self.of(fact), *(self.of(fact, prefix) for prefix in self.prefixes)]
+
+
+@torch.no_grad()
+def random_texts(lm: LanguageModel, number: int, tokens: int, seed: int) -> list[str]:
+    """Texts that the model writes without a prompt, drawn token by token; each ends with a full stop and a space."""
+    generator = torch.Generator().manual_seed(seed)
+    begin = lm.tokenizer.bos_token_id if lm.tokenizer.bos_token_id is not None else lm.tokenizer.eos_token_id or 0
+    texts = []
+    for _ in range(number):
+        ids = [int(begin)]
+        for _ in range(tokens):
+            logits = cast(Any, lm.model)(torch.tensor([ids], device=lm.device), use_cache=False).logits[0, -1]
+            chances = logits.float().softmax(-1).cpu()
+            ids.append(int(torch.multinomial(chances, 1, generator=generator)))
+        text = " ".join(str(lm.tokenizer.decode(ids[1:], skip_special_tokens=True)).split())
+        texts.append(f"{text}. ")
+    return texts
+
+
+def hidden_at(lm: LanguageModel, block: int, placed: Sequence[Placed], token_budget: int) -> Tensor:
+    """The output of a block at each subject's last token (facts, hidden)."""
+    return _captured(lm, lm.blocks("decoder")[block], placed, token_budget, of_input=False)
+
+
+@torch.no_grad()
+def _captured(
+    lm: LanguageModel, module: nn.Module, placed: Sequence[Placed], token_budget: int, *, of_input: bool
+) -> Tensor:
+    """The module's input or output at each subject's last token (facts, width), in float32 at least."""
+    batches = make_batches([fact.encoded for fact in placed], token_budget, lm.pad_id)
+    seen: list[Tensor] = []  # by batch
+
+    def hook(_module: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
+        states = args[0] if of_input else output if isinstance(output, Tensor) else output[0]
+        seen.append(rows_at(last_tokens(batches[len(seen)], placed), states))
+
+    with hooked([(module, hook)]):
+        for batch in batches:
+            lm.logits(batch.to(lm.device))
+    states = torch.cat(seen)[torch.cat([batch.facts for batch in batches]).argsort()]
+    return states.to(torch.promote_types(states.dtype, torch.float32))  # differences of them are used
+
+
+def last_tokens(batch: TokenBatch, placed: Sequence[Placed]) -> Tensor:
+    """Which of a batch's tokens (facts, length) are the last ones of the subjects: one in each row."""
+    positions = torch.tensor([placed[index].position for index in batch.facts.tolist()])
+    return torch.arange(batch.answer_mask.shape[1]) == positions[:, None]
+
+
+def add_at(rows: Tensor, places: Tensor, _module: nn.Module, _args: Any, output: Any) -> Any:
+    """A hook, once it has `rows` and `places`: adds a row (batch, hidden) to a block's output at the one place (batch,
+    length) of each row."""
+    hidden = output if isinstance(output, Tensor) else output[0]
+    changed = hidden + places[..., None].to(hidden.device) * rows[:, None].to(hidden.dtype)
+    return changed if isinstance(output, Tensor) else (changed, *output[1:])

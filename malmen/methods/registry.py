@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -43,37 +44,18 @@ class Method:
         return {} if section is None else dict(section.model_dump(mode="json"))
 
 
-def _mend(config: Config) -> Config:
-    from malmen.methods.mend import mend_config
-
-    return mend_config(config)
-
-
-def _fine_tune(lm: LanguageModel, config: Config) -> UntrainedMethod:
-    from malmen.methods.fine_tune import FineTune
-
-    return FineTune(lm, config)
-
-
-def _memit(lm: LanguageModel, config: Config) -> UntrainedMethod:
-    from malmen.methods.memit import Memit
-
-    return Memit(lm, config)
-
-
-def _ultraedit(lm: LanguageModel, config: Config) -> UntrainedMethod:
-    from malmen.methods.ultraedit import UltraEdit
-
-    return UltraEdit(lm, config)
+def _lazy(place: str) -> Callable[..., Any]:
+    """What stands at `module:name` in this folder; its module is imported when it is called."""
+    return lambda *arguments: resolve_name(f"malmen.methods.{place}")(*arguments)
 
 
 METHODS = {
     method.name: method
     for method in (
         Method("malmen", "MALMEN", "C0", "o", rounds=("union", "again")),
-        Method("mend", "MEND", "C1", "s", training_config=_mend),
-        Method("ft", "FT", "C2", "^", rounds=("again",), make=_fine_tune),
-        Method("memit", "MEMIT", "C3", "D", paths=("cache_dir", "corpus"), make=_memit),
-        Method("ultraedit", "UltraEdit", "C4", "v", rounds=("again",), make=_ultraedit),
+        Method("mend", "MEND", "C1", "s", training_config=_lazy("mend:mend_config")),
+        Method("ft", "FT", "C2", "^", rounds=("again",), make=_lazy("fine_tune:FineTune")),
+        Method("memit", "MEMIT", "C3", "D", paths=("cache_dir", "corpus"), make=_lazy("memit:Memit")),
+        Method("ultraedit", "UltraEdit", "C4", "v", rounds=("again",), make=_lazy("ultraedit:UltraEdit")),
     )
 }

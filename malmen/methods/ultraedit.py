@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,26 +22,7 @@ from malmen.lm.layers import find_layers
 from malmen.lm.model import LanguageModel, encode_batches
 from malmen.lm.trace import LayerTrace, trace
 
-
-@dataclass
-class SeenTokens:
-    """Running statistics of keys and value gradients, by layer; a series of edits shares them."""
-
-    norms: dict[str, RunningNorm] = field(default_factory=dict)
-
-    def normalise(self, layer: str, traced: LayerTrace) -> tuple[Tensor, Tensor]:
-        """Merge these tokens into the statistics and normalise them: û (tokens, key), ĝ (tokens, value); float64."""
-        rows = torch.cat(traced, dim=-1).double()
-        norm = self.norms.setdefault(layer, RunningNorm(1, rows.shape[1]).to(rows.device))
-        norm.merge(0, Statistics.of(rows))
-        if float(norm.count[0]) < 2:
-            raise EditError(
-                "UltraEdit normalises over the tokens it has seen, and one alone becomes zero: give more facts, or "
-                "baselines.ultraedit.tokens=all"
-            )
-        members = torch.zeros(len(rows), dtype=torch.long, device=rows.device)
-        keys, grads = norm(members, rows).split((traced.keys.shape[1], traced.value_grads.shape[1]), dim=-1)
-        return keys, grads
+Norms = dict[str, RunningNorm]  # of the keys and value gradients of each layer; a series of edits shares them
 
 
 class UltraEdit(UntrainedMethod):
@@ -51,24 +31,39 @@ class UltraEdit(UntrainedMethod):
     def __init__(self, lm: LanguageModel, config: Config) -> None:
         self.config, self.settings = config, config.baselines.ultraedit
         self.layers = find_layers(lm.model, self.settings.layers, self.settings.ffn)
-        self.seen: SeenTokens | None = None  # None: every edit begins with fresh statistics
+        self.seen: Norms | None = None  # None: every edit begins with fresh statistics
 
     def for_rounds(self) -> UltraEdit:
         """A copy whose statistics continue from edit to edit."""
         series = copy.copy(self)
-        series.seen = SeenTokens()
+        series.seen = {}
         return series
 
     @torch.no_grad()
     def edit(self, lm: LanguageModel, facts: Sequence[Fact]) -> PlainEdit:
         """One solve, with statistics of these facts alone or, in rounds, of all facts so far."""
         require_facts(facts)
-        seen = SeenTokens() if self.seen is None else self.seen
+        seen: Norms = {} if self.seen is None else self.seen
         traces = trace(lm, self.layers, encode_batches(lm, facts, self.config), self.settings.tokens)
         shifts, residuals = {}, []
         for name, traced in traces.items():
-            keys, grads = seen.normalise(name, traced)
+            keys, grads = _normalise(seen, name, traced)
             diffs = -self.settings.edit_lr * keys.square().sum(-1, keepdim=True) * grads
             shifts[name] = NormalEquation.of(traced.keys, diffs).solve(self.settings.damping).shift
             residuals.append(token_residuals(traced.keys.double(), shifts[name], diffs))
         return PlainEdit(finite(shifts), float(torch.cat(residuals).mean()))
+
+
+def _normalise(seen: Norms, layer: str, traced: LayerTrace) -> tuple[Tensor, Tensor]:
+    """Merge these tokens into the statistics and normalise them: û (tokens, key), ĝ (tokens, value); float64."""
+    rows = torch.cat(traced, dim=-1).double()
+    norm = seen.setdefault(layer, RunningNorm(1, rows.shape[1]).to(rows.device))
+    norm.merge(0, Statistics.of(rows))
+    if float(norm.count[0]) < 2:
+        raise EditError(
+            "UltraEdit normalises over the tokens it has seen, and one alone becomes zero: give more facts, or "
+            "baselines.ultraedit.tokens=all"
+        )
+    members = torch.zeros(len(rows), dtype=torch.long, device=rows.device)
+    keys, grads = norm(members, rows).split((traced.keys.shape[1], traced.value_grads.shape[1]), dim=-1)
+    return keys, grads

@@ -62,7 +62,7 @@ def test_the_rows_of_one_fact_do_not_depend_on_the_facts_beside_it(kind: str) ->
     assert len(together) == 9
     alone = fact_rows(setup.lm, setup.editor, [facts[4], facts[7]])
     chosen = together.select([4, 7])
-    assert chosen.offsets == alone.offsets
+    assert chosen.counts == alone.counts
     assert set(chosen.targets) == set(alone.targets) == {layer.name for layer in setup.editor.layers}
     for name, targets in alone.targets.items():
         assert_close(tuple(chosen.targets[name]), tuple(targets), rtol=1e-9, atol=1e-10)
@@ -72,7 +72,7 @@ def test_rows_go_through_plain_tensors_unchanged() -> None:
     setup = make_setup("t5")
     rows = fact_rows(setup.lm, setup.editor, random_facts(setup.lm, 5, 3))
     back = FactRows.of_tensors(rows.tensors())
-    assert back.offsets == rows.offsets
+    assert back.counts == rows.counts
     for name, targets in rows.targets.items():
         assert all(torch.equal(one, other) for one, other in zip(back.targets[name], targets, strict=True))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,17 @@ from malmen.lm.key_moments import key_moments, read_texts
 from malmen.lm.layers import find_layers
 from malmen.lm.model import LanguageModel, load_lm
 from malmen.lm.overlay import edited
-from malmen.methods.memit import Memit, spread
-from malmen.methods.subject_tokens import Placed, Places, add_at, block_of, hidden_at, positions_in
-from malmen.methods.subject_values import _parts, find_values
+from malmen.methods.memit import (
+    Memit,
+    Placed,
+    Places,
+    _parts,
+    add_at,
+    find_values,
+    hidden_at,
+    last_tokens,
+    spread,
+)
 
 FACTS = edits_of(world_records("validation")[:4])
 
@@ -153,7 +162,8 @@ def test_values_make_the_answers_of_a_real_model_more_probable(tmp_path: Path) -
     assert (found.norm(dim=-1) <= 4 * before.norm(dim=-1) * (1 + 1e-5)).all()
     (batch,) = make_batches([one.encoded for one in placed], 10**9, lm.pad_id)
     plain = lm.log_probs(batch).gather(1, batch.targets[:, None])
-    handle = block_of(lm, 0).register_forward_hook(add_at(found[batch.facts], positions_in(batch, placed)))
+    hook = partial(add_at, found[batch.facts], last_tokens(batch, placed))
+    handle = lm.blocks("decoder")[0].register_forward_hook(hook)
     moved = lm.log_probs(batch).gather(1, batch.targets[:, None])
     handle.remove()
     assert moved.sum() > plain.sum() + 1
@@ -251,9 +261,9 @@ def test_a_corpus_is_read_only_as_far_as_it_is_needed(tmp_path: Path) -> None:
             read.append(number)
             yield FACTS[number % len(FACTS)].prompt
 
-    found = key_moments(lm, layers, endless(), 20)
+    found = key_moments(lm, layers, endless(), 20, cache=tmp_path / "endless")
     assert 0 < len(read) < 1000
-    same = key_moments(lm, layers, [fact.prompt for fact in FACTS] * 20, 20)
+    same = key_moments(lm, layers, [fact.prompt for fact in FACTS] * 20, 20, cache=tmp_path / "repeated")
     assert_close(found.by_layer, same.by_layer, rtol=1e-12, atol=0)
 
 

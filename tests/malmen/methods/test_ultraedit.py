@@ -49,11 +49,11 @@ def test_the_statistics_of_earlier_rounds_go_on_where_they_are_given() -> None:
     series.edit(lm, FACTS[:3])
     later = series.edit(lm, FACTS[3:])
     assert series.seen is not None and method.seen is None
-    (norm,) = series.seen.norms.values()
+    (norm,) = series.seen.values()
     alone, together = method.for_rounds(), method.edit(lm, FACTS[3:])
     alone.edit(lm, FACTS)
     assert alone.seen is not None
-    (whole,) = alone.seen.norms.values()
+    (whole,) = alone.seen.values()
     assert_close(norm.mean, whole.mean)
     assert_close(norm.deviation(), whole.deviation())
     (name,) = later.shifts
