@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 
 import malmen
 from malmen.data.tokens import Kind
-from malmen.data.world_model import WORLD_MODEL
+from malmen.data.world import WORLD_MODEL
 from malmen.errors import EditError, UsageError
 from malmen.lm.layers import find_layers, is_conv1d
 from malmen.lm.model import LanguageModel

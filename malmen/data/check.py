@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from malmen.data.formats import ParsedFile, ParsedRow, parse_file
+from malmen.data.formats import ParsedFile, ParsedRow, parse_rows
 from malmen.data.records import EditRecord, Fact
-from malmen.data.rows import WHOLE_FILE, Problem, quote
+from malmen.data.rows import WHOLE_FILE, Problem, quote, read_rows
 
 LONG_ANSWER = 400  # characters; facts are short, so a longer answer is rarely intended
 
@@ -57,7 +57,7 @@ class Report:
 
 def check_file(path: str | Path, format: str = "auto", max_chars: int = 2000) -> Report:
     """All problems of the file: in its rows, in their texts, and between rows."""
-    parsed = parse_file(path, format)
+    parsed = parse_rows(read_rows(path), format)
     records = [row.record for row in parsed.rows if row.record is not None]
     problems = [
         *_check_bare(records),
