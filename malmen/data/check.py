@@ -65,15 +65,10 @@ def check_file(path: str | Path, format: str = "auto", max_chars: int = 2000) ->
         *(problem for row in parsed.rows for problem in _check_texts(row, max_chars)),
         *_check_repeats(parsed),
     ]
-    return Report(
-        path=str(path),
-        format=parsed.format,
-        unit=parsed.unit,
-        records=len(records),
-        equivalents=sum(len(record.equivalents) for record in records),
-        unrelated=sum(len(record.unrelated) for record in records),
-        problems=sorted(problems, key=lambda problem: problem.line),
-    )
+    equivalents = sum(len(record.equivalents) for record in records)
+    unrelated = sum(len(record.unrelated) for record in records)
+    problems.sort(key=lambda problem: problem.line)
+    return Report(str(path), parsed.format, parsed.unit, len(records), equivalents, unrelated, problems)
 
 
 def _check_texts(row: ParsedRow, max_chars: int) -> Iterator[Problem]:

@@ -14,14 +14,7 @@ from malmen.errors import UsageError
 MIN_JACCARD = 0.8  # word overlap below which a near-paraphrase often has another meaning
 SUPPORTS, REFUTES = "SUPPORTS", "REFUTES"
 _OPPOSITE = {SUPPORTS: REFUTES, REFUTES: SUPPORTS, "": ""}
-_LABELS: dict[object, str] = {
-    "supports": SUPPORTS,
-    "1": SUPPORTS,
-    1: SUPPORTS,
-    "refutes": REFUTES,
-    "0": REFUTES,
-    0: REFUTES,
-}
+_LABELS = {SUPPORTS: ("supports", "1", 1), REFUTES: ("refutes", "0", 0)}  # True is 1
 _OWN_FIELDS = ("prompt", "answer", "subject", "equivalents", "unrelated", "id")
 Role = Literal["prompt", "answer"]
 
@@ -36,10 +29,13 @@ class Text:
 
 
 class ParsedRow:
-    """A row, read field by field. A wrong field yields an empty value and a problem; null counts as absent."""
+    """A row, read field by field. A wrong field yields an empty value and a problem; null counts as absent.
 
-    def __init__(self, line: int, values: Mapping[str, object]) -> None:
-        self.line = line
+    `path` is put before the names of fields, for an object inside a row.
+    """
+
+    def __init__(self, line: int, values: Mapping[str, object], path: str = "") -> None:
+        self.line, self.path = line, path
         self.values = {name: value for name, value in values.items() if value is not None}
         self.problems: list[Problem] = []
         self.texts: list[Text] = []
@@ -49,7 +45,7 @@ class ParsedRow:
         return name in self.values
 
     def complain(self, name: str, message: str, remedy: str) -> None:
-        self.problems.append(Problem(self.line, name, message, remedy))
+        self.problems.append(Problem(self.line, self.path + name, message, remedy))
 
     def first_of(self, *candidates: str) -> str:
         """The first of the names that the row has; the first name if it has none."""
@@ -89,12 +85,12 @@ class ParsedRow:
         """SUPPORTS or REFUTES, from the word in any case, from 1 or 0, or from true or false."""
         value = self._required(name)
         key = value.strip().lower() if isinstance(value, str) else value
-        label = _LABELS.get(key) if isinstance(key, str | int | float) else None
-        if value is not None and label is None:
+        label = next((label for label, words in _LABELS.items() if key in words), "")
+        if value is not None and not label:
             message = f"is {describe(value)}, expected {SUPPORTS} or {REFUTES}, 1 or 0, true or false"
             remedy = "Give the row one of the two labels, or remove it: the classifier has no third."
             self.complain(name, message, remedy)
-        return label or ""
+        return label
 
     def id(self, name: str = "id") -> str:
         """The row's identifier, a string or an integer; empty if it has none."""
@@ -104,14 +100,13 @@ class ParsedRow:
             return ""
         return str(value)
 
-    def only(self, *known: str, path: str = "", values: dict[str, object] | None = None) -> None:
+    def only(self, *known: str) -> None:
         """Refuse unknown keys: a misspelt one would be ignored silently."""
-        for name in self.values if values is None else values:
-            if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean `{close[0]}`? " if close else ""
-                remedy = f"Rename it to `{close[0]}`." if close else "Remove it."
-                self.complain(f"{path}{name}", f"unknown key; {hint}the known keys are {names(known)}", remedy)
+        for name in (name for name in self.values if name not in known):
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean `{close[0]}`? " if close else ""
+            remedy = f"Rename it to `{close[0]}`." if close else "Remove it."
+            self.complain(name, f"unknown key; {hint}the known keys are {names(known)}", remedy)
 
     def facts(self, name: str, default_answer: str | None = None) -> tuple[Fact, ...]:
         """A list of {prompt, answer}; with a default answer, an item may be the prompt alone."""
@@ -121,46 +116,43 @@ class ParsedRow:
             return ()
         return tuple(self._fact(f"{name}[{i}]", item, default_answer) for i, item in enumerate(items))
 
-    def _fact(self, path: str, item: object, default_answer: str | None) -> Fact:
+    def _fact(self, name: str, item: object, default_answer: str | None) -> Fact:
         if isinstance(item, str) and default_answer is not None:
-            return Fact(self._text(path, "prompt", item), default_answer)
+            return Fact(self._text(name, "prompt", item), default_answer)
         if not isinstance(item, dict):
             alone = "" if default_answer is None else " or a prompt"
             message = f"is {describe(item)}, expected an object with `prompt` and `answer`{alone}"
-            self.complain(path, message, 'Write it as {"prompt": ..., "answer": ...}.')
+            self.complain(name, message, 'Write it as {"prompt": ..., "answer": ...}.')
             return Fact("", "")
-        self.only("prompt", "answer", path=f"{path}.", values=item)
-        for role in ("prompt", "answer"):
-            if item.get(role) is None:
-                self._missing(f"{path}.{role}", item)
-        prompt = self._text(f"{path}.prompt", "prompt", item.get("prompt"))
-        return Fact(prompt, self._text(f"{path}.answer", "answer", item.get("answer")))
+        part = ParsedRow(self.line, item, f"{name}.")
+        part.only("prompt", "answer")
+        fact = Fact(part.text("prompt", "prompt"), part.text("answer", "answer"))
+        self.problems += part.problems
+        self.texts += part.texts
+        return fact
 
     def _required(self, name: str) -> object:
         if name not in self:
-            self._missing(name, self.values)
+            given = f"given are {names(self.values)}" if self.values else "nothing is given"
+            remedy = f"Add `{name}` to the row, or remove the row."
+            self.complain(name, f"the field is missing or null; {given}", remedy)
         return self.values.get(name)
 
-    def _missing(self, path: str, given: dict[str, object]) -> None:
-        name = path.rpartition(".")[2]
-        has = f"given are {names(given)}" if given else "nothing is given"
-        self.complain(path, f"the field is missing or null; {has}", f"Add `{name}` to the row, or remove the row.")
-
-    def _text(self, path: str, role: Role, value: object, without: str = "") -> str:
+    def _text(self, name: str, role: Role, value: object, without: str = "") -> str:
         if value is None:  # already reported as missing
             return ""
         if not isinstance(value, str):
             remedy = f"Write the {role} as a string in quotes."
-            self.complain(path, f"is {describe(value)}, expected a string", remedy)
+            self.complain(name, f"is {describe(value)}, expected a string", remedy)
             return ""
         value = value.removeprefix(without)
         if not value.strip():
             state = "is blank" if value else "is empty"
-            self.complain(path, f"{state}, expected text", f"Write the {role}, or remove the row.")
+            self.complain(name, f"{state}, expected text", f"Write the {role}, or remove the row.")
         elif not _encodable(value):
             remedy = "Remove the broken character, which is half of a surrogate pair."
-            self.complain(path, f"is {quote(value)}, which is not Unicode text", remedy)
-        self.texts.append(Text(path, role, value))
+            self.complain(name, f"is {quote(value)}, which is not Unicode text", remedy)
+        self.texts.append(Text(self.path + name, role, value))
         return value
 
 

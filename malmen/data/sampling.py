@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -44,7 +45,6 @@ class Sampler:
     encoder: FactEncoder
     records: Callable[[int], list[EditRecord]]
     _epoch: tuple[int, list[EditRecord]] = (-1, [])
-    _encoded: dict[Fact, EncodedFact] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.config.training.locality_tokens == "all" and self.encoder.kind != "decoder":
@@ -52,6 +52,7 @@ class Sampler:
                 f"training.locality_tokens=all is for decoders; this model is of kind {self.encoder.kind!r}, where the "
                 "tokens of a prompt predict nothing: use `answer`"
             )
+        self._encode: Callable[[Fact], EncodedFact] = cache(self.encoder.encode)
         self.steps_per_epoch = len(self.records(0)) // self.config.training.num_edits
         if self.steps_per_epoch == 0:
             raise EditError(
@@ -95,14 +96,16 @@ class Sampler:
         records = compatible_records(order[place * training.num_edits :] + order, self._num_edits(step))
         equivalents = [fact for record in records for fact in self._equivalents(record, rng)]
         unrelated = [
-            fact
+            self._encode(fact)
             for facts in unrelated_to_all(records)
             for fact in rng.sample(facts, min(training.unrelated_per_edit, len(facts)))
         ]
+        if training.locality_tokens == "all":
+            unrelated = [fact.throughout() for fact in unrelated]
         return MetaBatch(
             [self._encode(record.edit) for record in records],
             [self._encode(fact) for fact in equivalents],
-            [self._unrelated(fact) for fact in unrelated],
+            unrelated,
             [record.id for record in records],
         )
 
@@ -126,12 +129,3 @@ class Sampler:
             random.Random(f"epoch/{self.config.seed}/{epoch}").shuffle(records)
             self._epoch = (epoch, records)
         return self._epoch[1]
-
-    def _unrelated(self, fact: Fact) -> EncodedFact:
-        encoded = self._encode(fact)
-        return encoded if self.config.training.locality_tokens == "answer" else encoded.throughout()
-
-    def _encode(self, fact: Fact) -> EncodedFact:
-        if fact not in self._encoded:
-            self._encoded[fact] = self.encoder.encode(fact)
-        return self._encoded[fact]

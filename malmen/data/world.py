@@ -98,15 +98,14 @@ def make_world(seed: int = WORLD_SEED) -> World:
     return World(names, held_out, truth)
 
 
-def world_records(split: str, seed: int = 0, world: World | None = None) -> list[EditRecord]:
+def world_records(split: str, seed: int = 0) -> list[EditRecord]:
     """One record for every fact of the split (`train` or `validation`), in a seeded order.
 
     The edit has a wrong answer, drawn from those of the relation. The equivalents are the other phrasings with that
     answer. The unrelated tuples are true facts of three other subjects of the same split, and a true fact of the same
     subject under another relation.
     """
-    world = world or make_world()
-    rng = random.Random(f"{seed}/{split}")
+    world, rng = make_world(), random.Random(f"{seed}/{split}")
     subjects = [name for name in world.subjects if (name in world.held_out) == (split == "validation")]
     records = [_record(world, subjects, subject, relation, rng) for subject in subjects for relation in relations()]
     rng.shuffle(records)
