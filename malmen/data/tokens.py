@@ -85,11 +85,14 @@ class TokenBatch:
 
     def to(self, device: torch.device) -> TokenBatch:
         """The batch on another device."""
-        inputs, masks = (
-            {name: tensor.to(device) for name, tensor in tensors.items()} for tensors in (self.inputs, self.masks)
+        return TokenBatch(
+            {name: tensor.to(device) for name, tensor in self.inputs.items()},
+            self.answer_mask.to(device),
+            self.targets.to(device),
+            self.facts.to(device),
+            {name: tensor.to(device) for name, tensor in self.masks.items()},
+            self.counts,
         )
-        answer_mask, targets, facts = (tensor.to(device) for tensor in (self.answer_mask, self.targets, self.facts))
-        return TokenBatch(inputs, answer_mask, targets, facts, masks, self.counts)
 
 
 @dataclass
