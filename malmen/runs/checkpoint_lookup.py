@@ -35,10 +35,6 @@ def latest_checkpoint(folder: str | Path) -> str | Path:
     return store.join(checkpoints[-1])
 
 
-@overload
-def best_checkpoint(run: Path) -> Path: ...
-@overload
-def best_checkpoint(run: str | Path) -> str | Path: ...
 def best_checkpoint(run: str | Path) -> str | Path:
     """The checkpoint with the highest score; the newest if none was evaluated."""
     store = RunStore(run)
@@ -77,9 +73,10 @@ def best_of(scores: dict[str, float | None]) -> str | None:
 
 def read_json(folder: str | Path, name: str) -> dict[str, Any]:
     """The JSON object in a file of a folder or URL; EditError if it is not one."""
-    path = RunStore(folder).join(name)
+    store = RunStore(folder)
+    path = store.join(name)
     try:
-        content = json.loads(RunStore(folder).read_text(name))
+        content = json.loads(store.read_text(name))
     except OSError as error:
         raise EditError(f"cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:
