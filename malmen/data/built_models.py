@@ -120,7 +120,11 @@ def build_world_model(
     tokenizer = _train_tokenizer(world.facts())
     encoder = FactEncoder(tokenizer, "decoder", append_eos=True)
     facts = [encoder.encode(fact) for fact in world.facts()]
-    model = GPT2LMHeadModel(_world_config(tokenizer, width))
+    others: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    others |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eos_token_id)
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=len(tokenizer), n_positions=64, n_embd=width, n_layer=6, n_head=width // 32, **others)
+    )
     training = Training(epochs=max_epochs, lr=2e-3, batch_size=128, seed=seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=training.lr, weight_decay=0.01)
     steps = max_epochs * -(-len(facts) // training.batch_size)
@@ -151,22 +155,6 @@ def _train_tokenizer(facts: list[Fact]) -> PreTrainedTokenizerFast:
     )
     bpe.train_from_iterator((f"{fact.prompt} {fact.answer}" for fact in facts), trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=END)
-
-
-def _world_config(tokenizer: PreTrainedTokenizerFast, width: int) -> GPT2Config:
-    return GPT2Config(
-        vocab_size=len(tokenizer),
-        n_positions=64,
-        n_embd=width,
-        n_layer=6,
-        n_head=width // 32,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=tokenizer.eos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.eos_token_id,
-    )
 
 
 def _world_loss(model: GPT2LMHeadModel, batch: TokenBatch) -> Tensor:

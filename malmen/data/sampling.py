@@ -62,13 +62,11 @@ class Sampler:
 
     def recurring(self) -> tuple[str, ...]:
         """The kinds of facts that return, in this run or another, so that caching them saves work."""
-        if self.config.batch.cache_dir is not None:
-            return KINDS
-        if self.config.training.steps <= self.steps_per_epoch:
+        one_run = self.config.batch.cache_dir is None
+        if one_run and self.config.training.steps <= self.steps_per_epoch:
             return ()
-        if self.config.data.train == "builtin":  # every epoch edits it with new answers
-            return ("unrelated",)
-        return KINDS
+        # Every epoch edits the built-in world with new answers.
+        return ("unrelated",) if one_run and self.config.data.train == "builtin" else KINDS
 
     def caches(self, base_model: str, dtype: torch.dtype) -> dict[str, FactCache]:
         """One cache, within the config's budget, by each kind of fact that recurs.

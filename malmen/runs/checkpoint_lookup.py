@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from malmen.config import Config, parse_config
 from malmen.errors import EditError
@@ -15,10 +15,6 @@ FORMAT = 1
 BEST = "@best"  # after a run's name: its checkpoint with the highest score instead of the newest
 
 
-@overload
-def latest_checkpoint(folder: Path) -> Path: ...
-@overload
-def latest_checkpoint(folder: str | Path) -> str | Path: ...
 def latest_checkpoint(folder: str | Path) -> str | Path:
     """The folder itself if it is a checkpoint, else the newest one in it; of `RUN@best`, the best one."""
     if str(folder).endswith(BEST):
