@@ -188,7 +188,7 @@ def build_classifier(
         model, tokenizer = FirstTokenClassifier.from_pretrained(name), AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise EditError(f"cannot load the model {name!r}: {str(error).splitlines()[0]}") from error
-    model = model.to(resolve_device(ModelConfig(name=name, device=device)))
+    model = model.to(resolve_device(ModelConfig(name=name, device=device)))  # type: ignore[arg-type]
     encoder = FactEncoder(tokenizer, "classifier", max_length=training.max_length, overlong="truncate")
     learnt, held_out = ([encoder.encode(fact) for fact in facts] for facts in claims)
     optimizer = torch.optim.Adam(model.parameters(), lr=training.lr)
