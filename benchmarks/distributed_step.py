@@ -38,7 +38,7 @@ def write_model(name: str, folder: Path) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from malmen.data.world_model import WORLD_MODEL
+    from malmen.data.world import WORLD_MODEL
 
     torch.manual_seed(0)
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed, which transformers loads to save, has something to say

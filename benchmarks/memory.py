@@ -38,7 +38,7 @@ def write_records(file: Path, number: int) -> None:
     """Records of random words of the built-in world's tokenizer, about as long as zsRE's."""
     from transformers import AutoTokenizer
 
-    from malmen.data.world_model import WORLD_MODEL
+    from malmen.data.world import WORLD_MODEL
 
     rng, tokenizer = random.Random(0), AutoTokenizer.from_pretrained(WORLD_MODEL)
 

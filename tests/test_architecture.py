@@ -147,13 +147,11 @@ SMALL = {  # modules under 40 lines, each with the reason why it stands alone
 }
 TESTED_ELSEWHERE = {  # modules without a mirrored test file, each with where its tests are
     "malmen/adam.py": "tests/malmen/test_editor.py",  # its state and schedule belong to the editor's step
-    "malmen/data/fields.py": "tests/malmen/data/test_check.py",  # by the messages that users read
     "malmen/data/formats.py": "tests/malmen/data/test_readers.py",
     "malmen/data/rows.py": "tests/malmen/data/test_check.py",
-    "malmen/data/world_model.py": "tests/malmen/data/test_world.py",
     "malmen/edit_method.py": "tests/malmen/methods/test_registry.py",  # every method through one interface
     "malmen/runs/checkpoint_lookup.py": "tests/malmen/runs/test_checkpoint.py",
-    "platform/cli/classifier.py": "tests/malmen/data/test_claims_model.py",
+    "platform/cli/classifier.py": "tests/malmen/data/test_built_models.py",
     "platform/cli/data.py": "tests/platform/cli/test_main.py",  # commands are tested as commands
     "platform/cli/edit.py": "tests/platform/cli/test_main.py",
     "platform/cli/options.py": "tests/platform/cli/test_main.py",

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from malmen.data.formats import ParsedFile, ParsedRow, parse_file
+from malmen.data.formats import ParsedFile, ParsedRow, parse_rows
 from malmen.data.records import EditRecord, Fact
-from malmen.data.rows import WHOLE_FILE, Problem, quote
+from malmen.data.rows import WHOLE_FILE, Problem, quote, read_rows
 
 LONG_ANSWER = 400  # characters; facts are short, so a longer answer is rarely intended
 
@@ -57,7 +57,7 @@ class Report:
 
 def check_file(path: str | Path, format: str = "auto", max_chars: int = 2000) -> Report:
     """All problems of the file: in its rows, in their texts, and between rows."""
-    parsed = parse_file(path, format)
+    parsed = parse_rows(read_rows(path), format)
     records = [row.record for row in parsed.rows if row.record is not None]
     problems = [
         *_check_bare(records),
@@ -65,15 +65,10 @@ def check_file(path: str | Path, format: str = "auto", max_chars: int = 2000) ->
         *(problem for row in parsed.rows for problem in _check_texts(row, max_chars)),
         *_check_repeats(parsed),
     ]
-    return Report(
-        path=str(path),
-        format=parsed.format,
-        unit=parsed.unit,
-        records=len(records),
-        equivalents=sum(len(record.equivalents) for record in records),
-        unrelated=sum(len(record.unrelated) for record in records),
-        problems=sorted(problems, key=lambda problem: problem.line),
-    )
+    equivalents = sum(len(record.equivalents) for record in records)
+    unrelated = sum(len(record.unrelated) for record in records)
+    problems.sort(key=lambda problem: problem.line)
+    return Report(str(path), parsed.format, parsed.unit, len(records), equivalents, unrelated, problems)
 
 
 def _check_texts(row: ParsedRow, max_chars: int) -> Iterator[Problem]:

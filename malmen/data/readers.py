@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from malmen.data.formats import ParsedFile, parse_file, parse_rows
+from malmen.data.formats import ParsedFile, parse_rows
 from malmen.data.records import EditRecord, Fact
-from malmen.data.rows import Row, Rows
+from malmen.data.rows import Rows, read_rows
 from malmen.errors import EditError
 from malmen.runs.files import atomic_file
 
@@ -21,7 +22,7 @@ _MAX_ERRORS = 5  # in a message
 
 def read_records(path: str | Path, format: str = "auto") -> list[EditRecord]:
     """The edit records of a file; EditError with the lines of the rows that are not records."""
-    return _records(parse_file(path, format), str(path))
+    return _records(parse_rows(read_rows(path), format), str(path))
 
 
 def read_dataset(path: str | Path, format: str = "auto") -> Dataset:
@@ -51,9 +52,8 @@ def records_from_dataset(dataset: Dataset, format: str = "auto") -> list[EditRec
     if not isinstance(dataset, Dataset):
         kind = type(dataset).__name__
         raise EditError(f"expected a datasets.Dataset, not a {kind}; of a DatasetDict pass a split: dataset['train']")
-    values = dataset.with_format(None).to_list()
-    parsed = parse_rows(Rows("row", [Row(number, row) for number, row in enumerate(values, start=1)]), format)
-    return _records(parsed, "the dataset")
+    rows = Rows("row", dict(enumerate(dataset.with_format(None).to_list(), start=1)))
+    return _records(parse_rows(rows, format), "the dataset")
 
 
 def _records(parsed: ParsedFile, source: str) -> list[EditRecord]:
@@ -66,15 +66,9 @@ def _records(parsed: ParsedFile, source: str) -> list[EditRecord]:
 
 
 def _as_row(record: EditRecord) -> dict[str, object]:
-    return {
-        "prompt": record.edit.prompt,
-        "answer": record.edit.answer,
-        "subject": record.edit.subject,
-        "equivalents": [_as_pair(fact) for fact in record.equivalents],
-        "unrelated": [_as_pair(fact) for fact in record.unrelated],
-        "id": record.id,
-    }
+    others = {"equivalents": _as_pairs(record.equivalents), "unrelated": _as_pairs(record.unrelated)}
+    return {**asdict(record.edit), **others, "id": record.id}
 
 
-def _as_pair(fact: Fact) -> dict[str, str]:
-    return {"prompt": fact.prompt, "answer": fact.answer}
+def _as_pairs(facts: Iterable[Fact]) -> list[dict[str, str]]:
+    return [{"prompt": fact.prompt, "answer": fact.answer} for fact in facts]

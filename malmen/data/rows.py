@@ -30,26 +30,18 @@ class Problem:
         return ", ".join(parts) + ": " if parts else ""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One JSON object and its number from 1: a line of JSONL, or an element of an array."""
-
-    line: int
-    values: dict[str, object]
-
-
 @dataclass
 class Rows:
-    """The rows and problems of a file; `line` counts `unit`s."""
+    """The JSON objects of a file by their number from 1, and its problems; `unit` says what is counted."""
 
     unit: Literal["line", "element", "row"] = "line"
-    rows: list[Row] = field(default_factory=list)
+    rows: dict[int, dict[str, object]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     def add(self, line: int, value: object) -> None:
         """Add a decoded JSON value; a problem if it is no object."""
         if isinstance(value, dict):
-            self.rows.append(Row(line, value))
+            self.rows[line] = value
         else:
             message = f"the {self.unit} is {describe(value)}, expected a JSON object"
             self.problems.append(Problem(line, "", message, 'Write the row as an object: {"prompt": ..., ...}.'))
@@ -85,8 +77,8 @@ def read_rows(path: str | Path) -> Rows:
     """Every row of the file; `[` as its first character makes it a JSON array instead of JSONL."""
     path = Path(path)
     try:
-        if (problem := _cannot_open(path)) is not None:
-            return Rows(problems=[problem])
+        if (broken := _cannot_open(path)) is not None:
+            return broken
         data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         return _broken(f"{path} cannot be read: {error.strerror}", "Make the file readable for this user.")
@@ -99,16 +91,16 @@ def read_rows(path: str | Path) -> Rows:
     return (_read_array(data) if data.lstrip().startswith(b"[") else None) or _read_lines(data)
 
 
-def _cannot_open(path: Path) -> Problem | None:
+def _cannot_open(path: Path) -> Rows | None:
     if path.is_dir():
         inside = sorted(entry.name for entry in path.iterdir() if entry.suffix in {".json", ".jsonl"})
         remedy = f"Give a file in it, such as {names(inside[:5])}." if inside else "Give a JSONL file."
-        return Problem(WHOLE_FILE, "", f"{path} is a directory, expected a file", remedy)
+        return _broken(f"{path} is a directory, expected a file", remedy)
     if not path.exists():
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         close = difflib.get_close_matches(path.name, siblings, n=1)
         remedy = f"Did you mean `{close[0]}`?" if close else "Check the path; it is relative to the current folder."
-        return Problem(WHOLE_FILE, "", f"{path} does not exist", remedy)
+        return _broken(f"{path} does not exist", remedy)
     return None
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -44,7 +45,6 @@ class Sampler:
     encoder: FactEncoder
     records: Callable[[int], list[EditRecord]]
     _epoch: tuple[int, list[EditRecord]] = (-1, [])
-    _encoded: dict[Fact, EncodedFact] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.config.training.locality_tokens == "all" and self.encoder.kind != "decoder":
@@ -52,6 +52,7 @@ class Sampler:
                 f"training.locality_tokens=all is for decoders; this model is of kind {self.encoder.kind!r}, where the "
                 "tokens of a prompt predict nothing: use `answer`"
             )
+        self._encode: Callable[[Fact], EncodedFact] = cache(self.encoder.encode)
         self.steps_per_epoch = len(self.records(0)) // self.config.training.num_edits
         if self.steps_per_epoch == 0:
             raise EditError(
@@ -61,13 +62,11 @@ class Sampler:
 
     def recurring(self) -> tuple[str, ...]:
         """The kinds of facts that return, in this run or another, so that caching them saves work."""
-        if self.config.batch.cache_dir is not None:
-            return KINDS
-        if self.config.training.steps <= self.steps_per_epoch:
+        one_run = self.config.batch.cache_dir is None
+        if one_run and self.config.training.steps <= self.steps_per_epoch:
             return ()
-        if self.config.data.train == "builtin":  # every epoch edits it with new answers
-            return ("unrelated",)
-        return KINDS
+        # Every epoch edits the built-in world with new answers.
+        return ("unrelated",) if one_run and self.config.data.train == "builtin" else KINDS
 
     def caches(self, base_model: str, dtype: torch.dtype) -> dict[str, FactCache]:
         """One cache, within the config's budget, by each kind of fact that recurs.
@@ -95,14 +94,16 @@ class Sampler:
         records = compatible_records(order[place * training.num_edits :] + order, self._num_edits(step))
         equivalents = [fact for record in records for fact in self._equivalents(record, rng)]
         unrelated = [
-            fact
+            self._encode(fact)
             for facts in unrelated_to_all(records)
             for fact in rng.sample(facts, min(training.unrelated_per_edit, len(facts)))
         ]
+        if training.locality_tokens == "all":
+            unrelated = [fact.throughout() for fact in unrelated]
         return MetaBatch(
             [self._encode(record.edit) for record in records],
             [self._encode(fact) for fact in equivalents],
-            [self._unrelated(fact) for fact in unrelated],
+            unrelated,
             [record.id for record in records],
         )
 
@@ -126,12 +127,3 @@ class Sampler:
             random.Random(f"epoch/{self.config.seed}/{epoch}").shuffle(records)
             self._epoch = (epoch, records)
         return self._epoch[1]
-
-    def _unrelated(self, fact: Fact) -> EncodedFact:
-        encoded = self._encode(fact)
-        return encoded if self.config.training.locality_tokens == "answer" else encoded.throughout()
-
-    def _encode(self, fact: Fact) -> EncodedFact:
-        if fact not in self._encoded:
-            self._encoded[fact] = self.encoder.encode(fact)
-        return self._encoded[fact]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from malmen.config import Config
 from malmen.data.readers import read_records
 from malmen.data.records import EditRecord, Fact
-from malmen.data.world import world_records
+from malmen.data.world import WORLD_MANIFEST, WORLD_MODEL, world_records
 from malmen.errors import EditError, UsageError
 
 if TYPE_CHECKING:
@@ -36,12 +36,10 @@ def validation_records(config: Config) -> list[EditRecord]:
 
 def data_fingerprint(config: Config) -> str:
     """A hash of what is trained and validated on."""
-    from malmen.data.world_model import WORLD_MODEL  # imports torch
-
     digest = hashlib.sha256()
     for name in (config.data.train, config.data.validation):
         if name == "builtin":
-            digest.update(WORLD_MODEL.joinpath("world.json").read_bytes())
+            digest.update((WORLD_MODEL / WORLD_MANIFEST).read_bytes())
             continue
         try:
             with open(name, "rb") as file:

@@ -47,14 +47,10 @@ def find_subject(record: EditRecord) -> str | None:
 
 def _without_common(text: str, words: Sequence[tuple[int, int]]) -> str:
     """A run without the common words at its ends and without an 's before other words; empty if nothing remains."""
-    left, right = 0, len(words)
-    while left < right and _is_common(text[slice(*words[left])]):
-        left += 1
-    while right > left and _is_common(text[slice(*words[right - 1])]):
-        right -= 1
-    if left >= right:
+    others = [word for word in words if not _is_common(text[slice(*word)])]
+    if not others:
         return ""
-    run, rest = text[words[left][0] : words[right - 1][1]], text[words[right - 1][1] :]
+    run, rest = text[others[0][0] : others[-1][1]], text[others[-1][1] :]
     followed = re.search(r"\w", rest)  # by what it possesses, else it is a name such as McDonald's
     return re.sub(r"['’]s$", "", run) if followed else run
 

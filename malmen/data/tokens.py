@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -136,7 +136,7 @@ class FactEncoder:
                 f"the {self.max_length} that fit; shorten it, or set data.overlong to `truncate`"
             )
         self._count_truncation(prompt, room)
-        return self._drop_start(ids, len(ids) - room) if self.kind == "decoder" else [*ids[: room - 1], ids[-1]]
+        return self._cut(ids, room)
 
     def prompt_ids(self, prompt: str) -> list[int]:
         """The prompt alone, as the model reads it before it answers."""
@@ -145,11 +145,6 @@ class FactEncoder:
         if self.kind == "decoder" and len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id:
             ids.pop()  # some tokenizers end every text, which would end the prompt before the answer
         return ids
-
-    def answer_text(self, prompt: str, answer: str) -> str:
-        """The answer with the space that separates it from the prompt, if it needs one."""
-        text, _ = self.prompt_text(prompt)
-        return answer if self.prompt_format == "chat" or text[-1:].isspace() else " " + answer
 
     def prompt_text(self, prompt: str) -> tuple[str, bool]:
         """The prompt in its template, and whether the tokenizer is to add its special tokens."""
@@ -164,7 +159,8 @@ class FactEncoder:
     def _decoder(self, fact: Fact) -> EncodedFact:
         prompt = self.prompt_ids(fact.prompt)
         text, special = self.prompt_text(fact.prompt)
-        answer_text = self.answer_text(fact.prompt, fact.answer)
+        spaced = self.prompt_format == "chat" or text[-1:].isspace()
+        answer_text = fact.answer if spaced else f" {fact.answer}"
         both = list(self.tokenizer(text + answer_text, add_special_tokens=special)["input_ids"])
         if special and len(both) > 1 and both[-1] == self.tokenizer.eos_token_id:
             both.pop()
@@ -199,20 +195,17 @@ class FactEncoder:
         if encoded.first + len(encoded.targets) > keep and len(encoded.targets) >= keep:
             raise EditError(f"the answer of {fact.prompt[:60]!r} … alone is longer than max_length {keep}")
         self._count_truncation(fact.prompt, keep)
-        if self.kind == "decoder":
-            cut = len(encoded.input_ids) - keep
-            return EncodedFact(self._drop_start(encoded.input_ids, cut), encoded.first - cut, encoded.targets)
         if encoded.encoder_ids is not None:
-            ids = encoded.encoder_ids  # the end mark stays
-            return EncodedFact(encoded.input_ids, encoded.first, encoded.targets, [*ids[: keep - 1], ids[-1]])
-        ids = encoded.input_ids
-        return EncodedFact([*ids[: keep - 1], ids[-1]], encoded.first, encoded.targets)
+            return replace(encoded, encoder_ids=self._cut(encoded.encoder_ids, keep))
+        dropped = len(encoded.input_ids) - keep if self.kind == "decoder" else 0
+        return replace(encoded, input_ids=self._cut(encoded.input_ids, keep), first=encoded.first - dropped)
 
-    def _drop_start(self, ids: list[int], cut: int) -> list[int]:
-        """Cut the start of a decoder's prompt, because the answer follows its end; a BOS stays."""
-        if ids[0] == self.tokenizer.bos_token_id and len(ids) > cut + 1:
-            return [ids[0], *ids[cut + 1 :]]
-        return ids[cut:]
+    def _cut(self, ids: list[int], keep: int) -> list[int]:
+        """Of a decoder's prompt, cut the start but no BOS, because the answer follows its end; of others the end."""
+        if self.kind != "decoder":
+            return [*ids[: keep - 1], ids[-1]]  # the end mark stays
+        start = ids[:1] if ids[0] == self.tokenizer.bos_token_id and keep > 1 else []
+        return [*start, *ids[len(ids) - keep + len(start) :]]
 
     def _count_truncation(self, prompt: str, keep: int) -> None:
         self.truncated += 1
@@ -242,13 +235,12 @@ def _pad(facts: Sequence[EncodedFact], group: list[int], pad_id: int) -> TokenBa
     for row, fact in enumerate(members):
         answer_mask[row, fact.first : fact.first + len(fact.targets)] = True
     targets = torch.tensor([target for fact in members for target in fact.targets])
-    index = torch.tensor(group)
-    if members[0].encoder_ids is None:
-        inputs = {"input_ids": input_ids, "attention_mask": mask.long()}
-        return TokenBatch(inputs, answer_mask, targets, index, {"decoder": mask})
-    encoder_ids, encoder_mask = _pad_ids([fact.encoder_ids or [] for fact in members], pad_id)
-    inputs = {"input_ids": encoder_ids, "attention_mask": encoder_mask.long(), "decoder_input_ids": input_ids}
-    return TokenBatch(inputs, answer_mask, targets, index, {"encoder": encoder_mask, "decoder": mask})
+    inputs, masks = {"input_ids": input_ids, "attention_mask": mask.long()}, {"decoder": mask}
+    if members[0].encoder_ids is not None:
+        encoder_ids, encoder_mask = _pad_ids([fact.encoder_ids or [] for fact in members], pad_id)
+        inputs = {"input_ids": encoder_ids, "attention_mask": encoder_mask.long(), "decoder_input_ids": input_ids}
+        masks = {"encoder": encoder_mask, "decoder": mask}
+    return TokenBatch(inputs, answer_mask, targets, torch.tensor(group), masks)
 
 
 def _pad_ids(rows: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """The built-in world: invented people, true facts about them, and edits that contradict those facts.
 
 All of it is drawn from one seed, so the world needs no download. A small GPT-2 that knows every fact is shipped in
-`world_lm/`; `malmen world build` trains it again (world_model.py).
+`world_lm/`; `malmen world build` trains it again (built_models.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from functools import cache
 from pathlib import Path
 
 from malmen.data.records import EditRecord, Fact
+from malmen.errors import EditError
 
+WORLD_MODEL, WORLD_MANIFEST = Path(__file__).parent / "world_lm", "world.json"
 WORLD_SEED = 2024
 NUM_SUBJECTS = 320
 NUM_HELD_OUT = 128  # subjects whose facts meta-training never sees
@@ -70,6 +72,20 @@ class World:
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
 
+def check_world_model(folder: Path = WORLD_MODEL) -> dict[str, object]:
+    """The manifest of the built-in LM; EditError if it is missing or was trained on another world."""
+    path, again = folder / WORLD_MANIFEST, f"`malmen world build --out {folder}`"
+    if not path.exists():
+        raise EditError(f"the built-in model is missing: {path} does not exist; {again} creates it")
+    manifest: dict[str, object] = json.loads(path.read_text())
+    if manifest["world"] != (world := make_world().fingerprint()):
+        raise EditError(
+            f"the built-in model in {folder} was trained on world {manifest['world']}, this version has world {world}; "
+            f"{again} trains it again"
+        )
+    return manifest
+
+
 def make_world(seed: int = WORLD_SEED) -> World:
     """Draw the subjects, the split by subject, and the truth."""
     rng = random.Random(seed)
@@ -82,15 +98,14 @@ def make_world(seed: int = WORLD_SEED) -> World:
     return World(names, held_out, truth)
 
 
-def world_records(split: str, seed: int = 0, world: World | None = None) -> list[EditRecord]:
+def world_records(split: str, seed: int = 0) -> list[EditRecord]:
     """One record for every fact of the split (`train` or `validation`), in a seeded order.
 
     The edit has a wrong answer, drawn from those of the relation. The equivalents are the other phrasings with that
     answer. The unrelated tuples are true facts of three other subjects of the same split, and a true fact of the same
     subject under another relation.
     """
-    world = world or make_world()
-    rng = random.Random(f"{seed}/{split}")
+    world, rng = make_world(), random.Random(f"{seed}/{split}")
     subjects = [name for name in world.subjects if (name in world.held_out) == (split == "validation")]
     records = [_record(world, subjects, subject, relation, rng) for subject in subjects for relation in relations()]
     rng.shuffle(records)

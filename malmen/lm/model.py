@@ -27,7 +27,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from malmen.config import SPLIT, Config, DataConfig, ModelConfig
 from malmen.data.records import Fact
 from malmen.data.tokens import FactEncoder, Kind, TokenBatch, make_batches
-from malmen.data.world_model import WORLD_MODEL, check_world_model
+from malmen.data.world import WORLD_MODEL, check_world_model
 from malmen.errors import EditError
 from malmen.lm.devices import resolve_device, resolve_dtype
 from malmen.lm.hooks import hooked

@@ -78,9 +78,12 @@ def load_editor(folder: str | Path, lm: LanguageModel | None = None, *, optimize
         raise wrong_base_model(f"the editor in {folder} ({config.model.name})", state["base_model"], lm.fingerprint())
     editor = Editor([LayerSpec(**layer) for layer in state["layers"]], config)
     with RunStore(folder).fetch(without=() if optimizer else ["optimizer.safetensors"]) as local:
-        _load_into(editor, _load_tensors(local, "editor.safetensors", folder), folder)
-        editor.steps_done = state["step"]
-        editor.base_model = state["base_model"]
+        try:
+            editor.load_state_dict(_load_tensors(local, "editor.safetensors", folder))
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:300]
+            raise EditError(f"the tensors in {folder} do not fit its config: {reason}") from error
+        editor.steps_done, editor.base_model = state["step"], state["base_model"]
         if lm is not None:
             editor.to(lm.device)
         if optimizer:
@@ -145,15 +148,6 @@ def _load_tensors(local: Path, name: str, folder: str | Path) -> dict[str, Tenso
     except (SafetensorError, OSError) as error:
         raise EditError(
             f"cannot read {folder}/{name}: {error}; the file is damaged or incomplete, use an earlier checkpoint"
-        ) from error
-
-
-def _load_into(editor: Editor, tensors: dict[str, Tensor], folder: str | Path) -> None:
-    try:
-        editor.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise EditError(
-            f"the tensors in {folder} do not fit its config: {' '.join(str(error).split())[:300]}"
         ) from error
 
 

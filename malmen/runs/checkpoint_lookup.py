@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from malmen.config import Config, parse_config
 from malmen.errors import EditError
@@ -15,10 +15,6 @@ FORMAT = 1
 BEST = "@best"  # after a run's name: its checkpoint with the highest score instead of the newest
 
 
-@overload
-def latest_checkpoint(folder: Path) -> Path: ...
-@overload
-def latest_checkpoint(folder: str | Path) -> str | Path: ...
 def latest_checkpoint(folder: str | Path) -> str | Path:
     """The folder itself if it is a checkpoint, else the newest one in it; of `RUN@best`, the best one."""
     if str(folder).endswith(BEST):
@@ -35,10 +31,6 @@ def latest_checkpoint(folder: str | Path) -> str | Path:
     return store.join(checkpoints[-1])
 
 
-@overload
-def best_checkpoint(run: Path) -> Path: ...
-@overload
-def best_checkpoint(run: str | Path) -> str | Path: ...
 def best_checkpoint(run: str | Path) -> str | Path:
     """The checkpoint with the highest score; the newest if none was evaluated."""
     store = RunStore(run)
@@ -77,9 +69,10 @@ def best_of(scores: dict[str, float | None]) -> str | None:
 
 def read_json(folder: str | Path, name: str) -> dict[str, Any]:
     """The JSON object in a file of a folder or URL; EditError if it is not one."""
-    path = RunStore(folder).join(name)
+    store = RunStore(folder)
+    path = store.join(name)
     try:
-        content = json.loads(RunStore(folder).read_text(name))
+        content = json.loads(store.read_text(name))
     except OSError as error:
         raise EditError(f"cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:

@@ -28,15 +28,12 @@ def exclusive_folder(place: str | Path) -> Iterator[None]:
     name = hashlib.sha256(os.fsencode(os.path.realpath(place))).hexdigest()[:32]
     locks = Path(tempfile.gettempdir()) / f"malmen-at-work-{os.getuid()}"
     locks.mkdir(exist_ok=True)
-    lock = FileLock(locks / name, timeout=0)
     try:
-        lock.acquire()
+        lock = FileLock(locks / name, timeout=0).acquire()
     except Timeout as error:
         raise UsageError(f"another command is writing to {place}: wait for it, or choose another --out") from error
-    try:
+    with lock:
         yield
-    finally:
-        lock.release()
 
 
 def atomic_file(path: Path, text: str) -> None:

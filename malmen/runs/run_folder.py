@@ -38,30 +38,39 @@ class RunFolder:
         """A new run, or the unfinished one of the same config in this place; `resume` requires one."""
         store = RunStore(location)
         stored = _read_run(store)
+        checkpoint = latest_checkpoint(location) if store.checkpoints() else None
         if stored is None:
             if resume:
                 raise EditError(f"{store.location} holds no run to resume; leave --resume out to start one")
-            if store.exists(HISTORY) or store.checkpoints():
+            if store.exists(HISTORY) or checkpoint:
                 raise EditError(f"{store.location} holds files of a run but no {RUN}; choose another --out")
-            store.check_writable()
-            return cls(store, config, None, 0)
-        checkpoint = latest_checkpoint(location) if store.checkpoints() else None
-        history = _read_history(store)
-        if not checkpoint and not history:  # it failed before its first step: there is nothing to mix
-            store.check_writable()
-            same = parse_config(stored["config"], RUN) == config
-            return cls(store, config, None, 0, stored["facts"] if same else {})
-        before = read_config(checkpoint) if checkpoint else parse_config(stored["config"], RUN)
-        _check_same(store, before, config, _PATHS if "data" in stored["facts"] else set())
-        done = int(read_state(checkpoint)["step"]) if checkpoint else 0
-        unfinished = done == config.training.steps and not stored["facts"].get("finished", True)
-        if done >= config.training.steps and not (resume or unfinished):
-            more = ", or raise training.steps to continue it" if config.training.schedule == "constant" else ""
-            raise EditError(
-                f"{store.location} already holds a finished run of {done} steps; choose another --out{more}"
-            )
+            opened = cls(store, config, None, 0)
+        else:
+            before = read_config(checkpoint) if checkpoint else parse_config(stored["config"], RUN)
+            done = int(read_state(checkpoint)["step"]) if checkpoint else 0
+            opened = cls(store, config, checkpoint, done, stored["facts"], _read_history(store))
+            if opened.checkpoint or opened.history:
+                opened._check_continuable(before, resume)
+            elif before != config:  # it failed before its first step: there is nothing to mix
+                opened.facts = {}
         store.check_writable()
-        return cls(store, config, checkpoint, done, stored["facts"], history)
+        return opened
+
+    def _check_continuable(self, before: Config, resume: bool) -> None:
+        """EditError if the run was started with another config, or is finished; `resume` continues a finished one."""
+        constant, location = self.config.training.schedule == "constant", self.store.location
+        free = _FREE | (_PATHS if "data" in self.facts else set()) | ({"training.steps"} if constant else set())
+        if changed := changed_settings(before, self.config, free):
+            raise EditError(
+                f"cannot resume {location} with another config: {', '.join(changed)}; "
+                "use the config it was started with, or choose another --out"
+            )
+        unfinished = self.steps_done == self.config.training.steps and not self.facts.get("finished", True)
+        if self.steps_done >= self.config.training.steps and not (resume or unfinished):
+            more = ", or raise training.steps to continue it" if constant else ""
+            raise EditError(
+                f"{location} already holds a finished run of {self.steps_done} steps; choose another --out{more}"
+            )
 
     def begin(self, facts: Mapping[str, Any] | None = None) -> None:
         """Write the config and the facts of the run; before the first call nothing is written."""
@@ -126,15 +135,6 @@ def _read_run(store: RunStore) -> dict[str, Any] | None:
     if not {"config", "facts"} <= set(stored):
         raise EditError(f"{store.join(RUN)} is not a run's: expected `config` and `facts`")
     return stored
-
-
-def _check_same(store: RunStore, before: Config, now: Config, also_free: set[str]) -> None:
-    free = _FREE | also_free | ({"training.steps"} if now.training.schedule == "constant" else set())
-    if changed := changed_settings(before, now, free):
-        raise EditError(
-            f"cannot resume {store.location} with another config: {', '.join(changed)}; "
-            "use the config it was started with, or choose another --out"
-        )
 
 
 def changed_settings(before: Config, now: Config, free: Collection[str] = ()) -> list[str]:

@@ -44,7 +44,12 @@ class RunStore:
         protocol, is_url, path = str(location).partition("://")
         self.location: str | Path
         if not is_url:
-            self.location = _no_mangled_url(Path(location))
+            self.location = Path(location)
+            # pathlib reads s3://bucket as a folder `s3:` and would write there.
+            if re.match(r"[a-z][a-z0-9+]+:(/|$)", self.location.as_posix()):
+                raise EditError(
+                    f"{location} is a URL that went through pathlib.Path and lost a slash; give it as a string"
+                )
         elif protocol in ("file", "local"):
             self.location = Path(path)
         else:
@@ -136,34 +141,31 @@ class RunStore:
 
     def check_writable(self) -> None:
         """Write and remove a probe, so that a run fails before its work and not after it; leaves no file or folder."""
+        probe, missing = f".probe-{uuid.uuid4().hex}", list[Path]()
         try:
-            self._probe(f".probe-{uuid.uuid4().hex}")
+            if self.is_local:
+                missing += [folder for folder in self._local(probe).parents if not folder.exists()]
+                self.write_text(probe, "probe")
+                self._local(probe).unlink()
+            elif self._call(self._fresh().isfile, self._root):
+                raise FileExistsError(self._root)
+            else:
+                self.write_text(probe, "probe")
+                self._call(self._fs.rm_file, self._remote(probe))
         except (FileExistsError, NotADirectoryError) as error:
             raise EditError(f"cannot write to {self.location}: it is a file, or lies below one; {_EXPECTED}") from error
         except OSError as error:
             raise EditError(f"cannot write to {self.location}: {error.strerror or error}; {_EXPECTED}") from error
+        finally:
+            for folder in missing:  # the deepest first
+                with suppress(OSError):
+                    folder.rmdir()
 
     def _local(self, name: str) -> Path:
         return Path(self.location) / name
 
     def _remote(self, *names: str) -> str:
         return "/".join((self._root, *(name for name in names if name)))
-
-    def _probe(self, name: str) -> None:
-        if not self.is_local:
-            if self._call(self._fresh().isfile, self._root):
-                raise FileExistsError(self._root)
-            self.write_text(name, "probe")
-            self._call(self._fs.rm_file, self._remote(name))
-            return
-        missing = [folder for folder in self._local(name).parents if not folder.exists()]
-        try:
-            self.write_text(name, "probe")
-            self._local(name).unlink()
-        finally:
-            for folder in missing:  # the deepest first
-                with suppress(OSError):
-                    folder.rmdir()
 
     def _names(self) -> list[str]:
         """The names of the entries of the folder."""
@@ -219,13 +221,6 @@ class RunStore:
                 "can open, such as s3://bucket/run"
             ) from error
         return fs, root.rstrip("/")
-
-
-def _no_mangled_url(path: Path) -> Path:
-    """EditError for a URL that became a Path: pathlib reads s3://bucket as a folder `s3:` and would write there."""
-    if re.match(r"[a-z][a-z0-9+]+:(/|$)", path.as_posix()):
-        raise EditError(f"{path} is a URL that went through pathlib.Path and lost a slash; give it as a string")
-    return path
 
 
 def _package_errors() -> tuple[type[Exception], ...]:

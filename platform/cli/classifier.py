@@ -34,13 +34,13 @@ def build(
     as_json: AsJson = False,
 ) -> None:
     """Fine-tune all of a BERT and a fresh head to tell true claims from false ones (the paper's appendix)."""
-    from malmen.data.claims_model import ClaimsTraining, build_classifier
+    from malmen.data.built_models import Training, build_classifier
 
     def on_epoch(epoch: int, loss: float, accuracy: float | None) -> None:
         share = f"  right {100 * accuracy:.1f} %" if accuracy is not None else ""
         err.print(f"epoch {epoch}/{epochs}  loss {loss:.4f}{share}", highlight=False)
 
-    training = ClaimsTraining(epochs=epochs, lr=lr, batch_size=batch_size, seed=seed)
+    training = Training(epochs=epochs, lr=lr, batch_size=batch_size, seed=seed)
     with counted("training steps") as on_step:
         accuracy = build_classifier(
             model, train, out, validation=validation, training=training, device=device, on_epoch=on_epoch,

@@ -47,7 +47,7 @@ def build_world(
     as_json: AsJson = False,
 ) -> None:
     """Train the small language model of the built-in world again."""
-    from malmen.data.world_model import build_world_model
+    from malmen.data.built_models import build_world_model
 
     def on_epoch(epoch: int, loss: float, accuracy: float) -> None:
         err.print(f"epoch {epoch}/{epochs}  loss {loss:.4f}  facts known {100 * accuracy:.1f} %", highlight=False)

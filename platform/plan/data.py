@@ -16,8 +16,7 @@ from malmen.config import Config
 from malmen.data.readers import read_records
 from malmen.data.records import EditRecord, Fact
 from malmen.data.tokens import EncodedFact, Kind
-from malmen.data.world import world_records
-from malmen.data.world_model import WORLD_MODEL
+from malmen.data.world import WORLD_MODEL, world_records
 from malmen.lm.model import LanguageModel, fact_encoder
 
 SAMPLE = 128  # records whose tokens are counted

@@ -48,7 +48,7 @@ def register_editor(
     """Upload a checkpoint to its run and register it as a new version of the model `name`."""
     from mlflow.exceptions import MlflowException
 
-    checkpoint = latest_checkpoint(checkpoint)
+    checkpoint = Path(latest_checkpoint(checkpoint))
     if missing := [file for file in FILES if not (checkpoint / file).is_file()]:
         raise EditError(f"{checkpoint} cannot be registered: it lacks {', '.join(missing)}")
     # By step: a run that was given more steps registers again, and older versions stay as they are.

@@ -9,7 +9,7 @@ import gguf
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from malmen.data.world_model import WORLD_MODEL
+from malmen.data.world import WORLD_MODEL
 
 
 def write_llama_gguf(path: Path, model: LlamaForCausalLM, quantised: gguf.GGMLQuantizationType | None = None) -> None:

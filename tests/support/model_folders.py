@@ -16,8 +16,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from malmen.data.world import world_records
-from malmen.data.world_model import WORLD_MODEL
+from malmen.data.world import WORLD_MODEL, world_records
 from malmen.lm.model import FirstTokenClassifier
 
 FOLDER_KINDS = ("gpt2", "t5", "bert")

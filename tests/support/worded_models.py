@@ -17,7 +17,7 @@ from transformers import (
     OPTForCausalLM,
 )
 
-from malmen.data.world_model import WORLD_MODEL
+from malmen.data.world import WORLD_MODEL
 from malmen.lm.model import LanguageModel
 
 DECODERS = ("gpt2", "gptj", "llama", "opt")

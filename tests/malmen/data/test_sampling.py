@@ -9,8 +9,7 @@ from malmen.data.records import EditRecord, Fact
 from malmen.data.sampling import Sampler, preserved_facts
 from malmen.data.splits import training_records
 from malmen.data.tokens import FactEncoder
-from malmen.data.world import world_records
-from malmen.data.world_model import WORLD_MODEL
+from malmen.data.world import WORLD_MODEL, world_records
 from malmen.errors import EditError, UsageError
 from malmen.lm.model import LanguageModel, fact_encoder
 

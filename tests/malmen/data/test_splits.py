@@ -11,7 +11,7 @@ from malmen.config import Config, DataConfig, ModelConfig
 from malmen.data.records import EditRecord, Fact
 from malmen.data.splits import check_encodable, check_held_out, validation_records
 from malmen.data.tokens import FactEncoder
-from malmen.data.world_model import WORLD_MODEL
+from malmen.data.world import WORLD_MODEL
 from malmen.errors import EditError, UsageError
 from malmen.training import train as train_alone
 

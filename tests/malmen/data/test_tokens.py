@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from malmen.data.records import Fact
 from malmen.data.tokens import EncodedFact, FactEncoder, make_batches
-from malmen.data.world_model import WORLD_MODEL
+from malmen.data.world import WORLD_MODEL
 from malmen.errors import EditError
 
 FACT = Fact("Which instrument does Ada play?", "grand piano")

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from malmen.config import Config
-from malmen.data.world import NUM_HELD_OUT, make_world, relations, world_records
-from malmen.data.world_model import WORLD_MODEL, build_world_model, check_world_model
-from malmen.errors import EditError
+from malmen.data.world import NUM_HELD_OUT, WORLD_MODEL, check_world_model, make_world, relations, world_records
 from malmen.evaluate import predict_tokens
 from malmen.lm.model import fact_encoder, load_lm
 
@@ -56,17 +53,3 @@ def test_answers_and_phrasings_are_distinct() -> None:
     for relation in relations():
         assert len(set(relation.answers)) == len(relation.answers)
         assert len(set(relation.phrasings)) == 4
-
-
-@pytest.mark.slow
-def test_building_the_world_model_writes_a_folder_that_loads(tmp_path) -> None:
-    torch.manual_seed(0)
-    folder = tmp_path / "world"
-    manifest = build_world_model(folder, max_epochs=1, width=32)
-    assert manifest["facts"] == 7680
-    assert check_world_model(folder) == manifest
-    assert load_lm(str(folder)).kind == "decoder"
-    assert [path.name for path in tmp_path.iterdir()] == ["world"]
-    (folder / "world.json").write_text('{"world": "other"}')
-    with pytest.raises(EditError, match="was trained on world other"):
-        check_world_model(folder)

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, BertTokenizer, LlamaConfig, LlamaForCaus
 
 from malmen.config import ModelConfig
 from malmen.data.tokens import EncodedFact, make_batches
-from malmen.data.world_model import WORLD_MODEL
+from malmen.data.world import WORLD_MODEL
 from malmen.errors import EditError, UsageError
 from malmen.lm.layers import find_layers
 from malmen.lm.model import FirstTokenClassifier, LanguageModel, load_lm

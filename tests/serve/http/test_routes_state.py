@@ -53,7 +53,7 @@ def test_exported_files_give_the_endpoints_logits(fresh: Endpoint, tmp_path: Pat
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    from malmen.data.world_model import WORLD_MODEL
+    from malmen.data.world import WORLD_MODEL
 
     made = fresh.add(*FACTS[:3])
     folders = {}

@@ -1,4 +1,4 @@
-"""BERT learns which claims are true, from records whose edits contradict them."""
+"""GPT-2 learns the built-in world; BERT learns which claims are true, from records whose edits contradict them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from model_folders import write_model
 
-from malmen.data.claims_model import ClaimsTraining, build_classifier, true_claims
+from malmen.data.built_models import Training, build_classifier, build_world_model, true_claims
 from malmen.data.records import EditRecord, Fact
+from malmen.data.world import check_world_model
 from malmen.errors import EditError
 from malmen.lm.model import load_lm
 
@@ -35,13 +37,13 @@ def test_a_classifier_is_fine_tuned_and_can_be_edited(claims: Path, tmp_path: Pa
     heard: list[float | None] = []
     accuracy = build_classifier(
         str(base), claims, tmp_path / "tuned", validation=claims, device="cpu",
-        training=ClaimsTraining(epochs=40, lr=0.01, batch_size=4),
+        training=Training(epochs=40, lr=0.01, batch_size=4),
         on_epoch=lambda _epoch, _loss, right: heard.append(right),
     )  # fmt: skip
     assert accuracy == 1.0 and len(heard) == 40 and heard[0] is not None
     lm = load_lm(str(tmp_path / "tuned"))
     assert lm.kind == "classifier"
-    again = build_classifier(str(base), claims, tmp_path / "second", training=ClaimsTraining(epochs=1), device="cpu")
+    again = build_classifier(str(base), claims, tmp_path / "second", training=Training(epochs=1), device="cpu")
     assert again is None
 
 
@@ -53,3 +55,17 @@ def test_what_is_wrong_is_told_and_nothing_is_written(claims: Path, tmp_path: Pa
     with pytest.raises(EditError):
         build_classifier(str(write_model("bert", tmp_path / "bert")), claims, tmp_path / "mine", device="cpu")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_building_the_world_model_writes_a_folder_that_loads(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    folder = tmp_path / "world"
+    manifest = build_world_model(folder, max_epochs=1, width=32)
+    assert manifest["facts"] == 7680
+    assert check_world_model(folder) == manifest
+    assert load_lm(str(folder)).kind == "decoder"
+    assert [path.name for path in tmp_path.iterdir()] == ["world"]
+    (folder / "world.json").write_text('{"world": "other"}')
+    with pytest.raises(EditError, match="was trained on world other"):
+        check_world_model(folder)
