@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,6 +62,8 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is _aten._to_copy.default and args[0].dtype == torch.bool and not args[0].is_meta:
+            return args[0]  # a mask keeps its numbers: they say how many rows it selects
         if func is _aten._local_scalar_dense.default and args[0].is_meta:
             return _healthy(args[0])
         if func is _aten._to_copy.default and args[0].is_meta and kwargs.get("device") == torch.device("cpu"):
@@ -126,6 +128,11 @@ def _attention(
         attn_mask = attn_mask.to(query.dtype)
     out: Tensor = _ATTENTION(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return out
+
+
+def total_bytes(tensors: Iterable[Tensor]) -> int:
+    """The sum of their sizes."""
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _healthy(scalar: Tensor) -> bool | int | float:
