@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from malmen.config import Config
 from malmen.data.tokens import EncodedFact, TokenBatch, make_batches
-from malmen.lm.hooks import hooked, replaced_forward
+from malmen.lm.hooks import replaced_forward
 from malmen.lm.layers import LayerSpec, find_layers
 from malmen.lm.model import LanguageModel
 from malmen.lm.stem import stem_blocks
@@ -110,7 +110,10 @@ def rehearse_lm(config: Config, planned: PlannedLM, facts: StepFacts, device: st
     lm, layers, rehearsed = planned.lm, planned.layers, RehearsedLM()
     meter = Meter(*lm.model.parameters(), *lm.model.buffers())
     side = _RehearsedSide(config, planned, meter, rehearsed)
-    with _one_block_for_all(lm, layers, meter):
+    with ExitStack() as undo:
+        for stack, count in stem_blocks(lm, layers).items():
+            blocks = cast(nn.ModuleList, lm.model.get_submodule(lm.stacks[stack]))
+            undo.enter_context(replaced_forward(_as_one(blocks[:count], meter)))
         with meter.stage(rehearsed.costs, "trace"):
             side.trace(facts.edits)
         rehearsed.trace_peak, meter.peak = meter.peak, meter.held
@@ -141,39 +144,26 @@ class _RehearsedSide(LMSide):
         """The largest micro-batch; the meter's weight is how many of its size all facts amount to."""
         if not facts:
             return []
-        budget = self.config.batch.token_budget
-        sample = facts[: max(_SAMPLE, 4 * budget // min(fact.length for fact in facts))]
-        batches, more = make_batches(sample, budget, 0), len(facts) / len(sample)
+        batches = make_batches(facts, self.config.batch.token_budget, 0)
         sizes = [sum(mask.numel() for mask in batch.masks.values()) for batch in batches]
         largest = batches[sizes.index(max(sizes))]
-        self.meter.weight = more * sum(sizes) / max(sizes)
-        self.rehearsed.micro_batches += round(len(batches) * more)
+        self.meter.weight = sum(sizes) / max(sizes)
+        self.rehearsed.micro_batches += len(batches)
         shape = (len(largest.facts), sum(mask.shape[1] for mask in largest.masks.values()))
         self.rehearsed.largest = max(self.rehearsed.largest, shape, key=math.prod)
         return [largest]
 
 
-@contextmanager
-def _one_block_for_all(lm: LanguageModel, layers: list[LayerSpec], meter: Meter) -> Iterator[None]:
-    """Of the blocks below every edit, which are alike, the first runs and counts for all: the others hand it on."""
-    with ExitStack() as undo:
-        for stack, count in stem_blocks(lm, layers).items():
-            blocks = cast(nn.ModuleList, lm.model.get_submodule(lm.stacks[stack]))
-            outputs: list[Any] = []
+def _as_one(blocks: nn.ModuleList, meter: Meter) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+    """Forwards for blocks that are alike: the first runs and counts for all, the others hand on what it gave."""
+    forward, outputs = blocks[0].forward, []
 
-            def begin(*_: Any, _count: int = count) -> None:
-                meter.weight *= _count
+    def run(*args: Any, **kwargs: Any) -> Any:
+        meter.weight *= len(blocks)
+        outputs[:] = [forward(*args, **kwargs)]
+        meter.weight /= len(blocks)
+        return outputs[0]
 
-            def end(
-                _module: nn.Module, _args: Any, output: Any, _outputs: list[Any] = outputs, _count: int = count
-            ) -> None:
-                meter.weight /= _count
-                _outputs[:] = [output]
-
-            def hand_on(*_: Any, _outputs: list[Any] = outputs, **__: Any) -> Any:
-                return _outputs[0]
-
-            undo.enter_context(hooked([(blocks[0], begin)], before=True))
-            undo.enter_context(hooked([(blocks[0], end)]))
-            undo.enter_context(replaced_forward([(block, hand_on) for block in blocks[1:count]]))
-        yield
+    yield blocks[0], run
+    for block in blocks[1:]:
+        yield block, lambda *_, **__: outputs[0]
