@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
 from malmen.errors import UsageError
 from malmen.platform.cli.options import AsJson, ConfigName, Overrides, resolve_config
+from malmen.platform.cli.output import err, print_json
 
 
 def plan(
@@ -29,8 +31,9 @@ def plan(
 ) -> None:
     """What a run will need, before anything runs: memory, transfers, time; exit code 1 if it does not fit."""
     from malmen.config import load_config
-    from malmen.platform.plan.output import run_plan
-    from malmen.platform.plan.planner import PlanOptions
+    from malmen.platform.plan.advice import advise
+    from malmen.platform.plan.output import show_plan
+    from malmen.platform.plan.planner import Planner, PlanOptions
 
     if flops is not None and measure:
         raise UsageError("--flops and --measure exclude each other")
@@ -38,5 +41,14 @@ def plan(
     options = PlanOptions(
         lm_memory, hypernet_memory, flops, measure, bandwidth, gather_bandwidth, fact_tokens, answer_tokens
     )
-    if not run_plan(settings, options, as_json):
+    planner = Planner(options)
+    with err.status("rehearsing a step"):
+        needs = planner.plan(settings)
+    with err.status("looking for settings that fit"):
+        advice = advise(planner, needs)
+    if as_json:
+        print_json({**needs.as_dict(), "advice": [asdict(way) for way in advice]})
+    else:
+        show_plan(needs, advice)
+    if not needs.fits:
         raise typer.Exit(1)

@@ -144,11 +144,13 @@ class _RehearsedSide(LMSide):
         """The largest micro-batch; the meter's weight is how many of its size all facts amount to."""
         if not facts:
             return []
-        batches = make_batches(facts, self.config.batch.token_budget, 0)
+        budget = self.config.batch.token_budget
+        sample = facts[: max(_SAMPLE, 4 * budget // min(fact.length for fact in facts))]
+        batches, more = make_batches(sample, budget, 0), len(facts) / len(sample)
         sizes = [sum(mask.numel() for mask in batch.masks.values()) for batch in batches]
         largest = batches[sizes.index(max(sizes))]
-        self.meter.weight = sum(sizes) / max(sizes)
-        self.rehearsed.micro_batches += len(batches)
+        self.meter.weight = more * sum(sizes) / max(sizes)
+        self.rehearsed.micro_batches += round(len(batches) * more)
         shape = (len(largest.facts), sum(mask.shape[1] for mask in largest.masks.values()))
         self.rehearsed.largest = max(self.rehearsed.largest, shape, key=math.prod)
         return [largest]
