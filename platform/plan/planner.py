@@ -36,15 +36,14 @@ T = TypeVar("T")
 GPU_MEMORY = 79 * GB  # of a card sold with 80 GB, as torch counts
 DRIVER = 2500 * MB  # the driver and Ray's own processes: 2.8 GB resident as measured, a part of it shared
 
+_FACTS = ("model", "data", "training", "seed")
+_LAYERS = ("lm", "editor.layers", "editor.ffn")
 _DEPENDS_ON: dict[Callable[..., Any], tuple[str, ...]] = {  # settings, beside those of the LM's type and device
-    plan_lm: ("model", "lm", "editor.layers", "editor.ffn"),
-    step_facts: ("model", "data", "training", "seed"),
-    rehearse_lm: (
-        "model", "data", "training", "lm", "editor.layers", "editor.ffn", "editor.tokens", "batch.token_budget",
-        "cluster.lm_workers",
-    ),
-    rehearse_hypernet: ("model", "data", "training", "editor", "batch.hypernet_rows", "cluster.hypernet_actors"),
-}  # fmt: skip
+    plan_lm: ("model", *_LAYERS),
+    step_facts: _FACTS,
+    rehearse_lm: (*_FACTS, *_LAYERS, "editor.tokens", "batch.token_budget", "cluster.lm_workers"),
+    rehearse_hypernet: (*_FACTS, "editor", "batch.hypernet_rows", "cluster.hypernet_actors"),
+}
 
 
 @dataclass(frozen=True)
