@@ -155,7 +155,6 @@ TESTED_ELSEWHERE = {  # modules without a mirrored test file, each with where it
     "malmen/methods/subject_values.py": "tests/malmen/methods/test_memit.py",
     "malmen/runs/checkpoint_lookup.py": "tests/malmen/runs/test_checkpoint.py",
     "platform/cli/data.py": "tests/platform/cli/test_main.py",  # commands are tested as commands
-    "platform/cli/edit.py": "tests/platform/cli/test_main.py",
     "platform/cli/options.py": "tests/platform/cli/test_main.py",
     "platform/cli/settings.py": "tests/platform/cli/test_main.py",
     "platform/cli/train.py": "tests/platform/cli/test_main.py",
