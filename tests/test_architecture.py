@@ -141,7 +141,6 @@ def test_every_folder_of_modules_is_in_the_package_map() -> None:
 SMALL = {  # modules under 40 lines, each with the reason why it stands alone
     "malmen/errors.py": "every room raises these errors; it imports nothing",
     "malmen/lm/losses.py": "the two losses of the paper, for tracing and for the meta loss",
-    "platform/cli/settings.py": "one group of commands, as its neighbours are",
     "platform/wire.py": "how tensors travel, for both sides of the wire",
     "serve/main.py": "`python -m malmen.serve.main`, where the command is not installed",
 }
@@ -151,11 +150,8 @@ TESTED_ELSEWHERE = {  # modules without a mirrored test file, each with where it
     "malmen/data/rows.py": "tests/malmen/data/test_check.py",
     "malmen/edit_method.py": "tests/malmen/methods/test_registry.py",  # every method through one interface
     "malmen/runs/checkpoint_lookup.py": "tests/malmen/runs/test_checkpoint.py",
-    "platform/cli/classifier.py": "tests/malmen/data/test_built_models.py",
     "platform/cli/data.py": "tests/platform/cli/test_main.py",  # commands are tested as commands
-    "platform/cli/edit.py": "tests/platform/cli/test_main.py",
     "platform/cli/options.py": "tests/platform/cli/test_main.py",
-    "platform/cli/plan.py": "tests/platform/plan/test_planner.py",
     "platform/cli/settings.py": "tests/platform/cli/test_main.py",
     "platform/cli/train.py": "tests/platform/cli/test_main.py",
     "platform/hypernet_actor.py": "tests/platform/test_hypernet_group.py",  # an actor works in a group only

@@ -1,4 +1,4 @@
-"""Records and the built-in world: `malmen data check`, `malmen world build`, `malmen world records`."""
+"""What runs start from: `malmen data check`, `malmen world build` and `records`, `malmen classifier build`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import typer
 
 from malmen.errors import EditError
 from malmen.platform.cli.options import AsJson
-from malmen.platform.cli.output import err, print_json
-from malmen.platform.cli.output import out as console
+from malmen.platform.cli.output import err, show
+from malmen.platform.cli.progress import counted
 
 data_app = typer.Typer(help="Files of edit records.", no_args_is_help=True)
 world_app = typer.Typer(help="The built-in world: its language model and its records.", no_args_is_help=True)
+classifier_app = typer.Typer(help="A classifier of claims to edit.", no_args_is_help=True)
 
 
+@classifier_app.callback()
 @data_app.callback()
 def _group() -> None:
-    """With a callback, Typer keeps `check` as a command below `data`."""
+    """With a callback, Typer keeps a single command below its group."""
 
 
 @data_app.command("check")
@@ -31,10 +33,7 @@ def check_data(
     from malmen.data.check import check_file
 
     report = check_file(file, format)
-    if as_json:
-        print_json(report.as_dict())
-    else:
-        console.print(report.as_text(), markup=False, highlight=False)
+    show(report.as_dict(), report.as_text(), as_json)
     if not report.ok:
         raise typer.Exit(1)
 
@@ -50,14 +49,12 @@ def build_world(
     from malmen.data.built_models import build_world_model
 
     def on_epoch(epoch: int, loss: float, accuracy: float) -> None:
-        err.print(f"epoch {epoch}/{epochs}  loss {loss:.4f}  facts known {100 * accuracy:.1f} %", highlight=False)
+        err.print(f"epoch {epoch}/{epochs}  loss {loss:.4f}  facts known {100 * accuracy:.1f} %")
 
     manifest = build_world_model(out, seed=seed, max_epochs=epochs, on_epoch=on_epoch)
-    if as_json:
-        print_json(manifest)
-    else:
-        console.print(f"{out}: knows {100 * float(str(manifest['accuracy'])):.2f} % of {manifest['facts']} facts")
-    if float(str(manifest["accuracy"])) < 0.99:
+    accuracy = float(str(manifest["accuracy"]))
+    show(manifest, f"{out}: knows {100 * accuracy:.2f} % of {manifest['facts']} facts", as_json)
+    if accuracy < 0.99:
         raise EditError(f"the model in {out} knows less than 99 % of its facts; train it for more epochs")
 
 
@@ -75,7 +72,35 @@ def write_world_records(
     records = world_records(split, seed=seed)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_records(out, records)
-    if as_json:
-        print_json({"file": str(out), "records": len(records)})
-    else:
-        console.print(f"{out}: {len(records)} records", highlight=False)
+    show({"file": str(out), "records": len(records)}, f"{out}: {len(records)} records", as_json)
+
+
+@classifier_app.command("build")
+def build_claims_classifier(
+    train: Annotated[Path, typer.Option(help="claims with labels, or FEVER edit records; see docs/data.md")],
+    model: Annotated[str, typer.Option(help="a BERT: a folder or a hub name")] = "bert-base-uncased",
+    validation: Annotated[Path | None, typer.Option(help="claims to measure on after each epoch")] = None,
+    out: Annotated[Path, typer.Option(help="the model's folder")] = Path("models/bert-base-fever"),
+    epochs: Annotated[int, typer.Option(min=1, help="passes over the claims; default: the paper's")] = 2,
+    lr: Annotated[float, typer.Option(min=0, help="of Adam; default: the paper's")] = 3e-5,
+    batch_size: Annotated[int, typer.Option(min=1, help="claims per step; the paper does not state it")] = 32,
+    seed: Annotated[int, typer.Option(help="of the head's weights and the order of claims")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, …")] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Fine-tune all of a BERT and a fresh head to tell true claims from false ones (the paper's appendix)."""
+    from malmen.data.built_models import Training, build_classifier
+
+    def on_epoch(epoch: int, loss: float, accuracy: float | None) -> None:
+        share = f"  right {100 * accuracy:.1f} %" if accuracy is not None else ""
+        err.print(f"epoch {epoch}/{epochs}  loss {loss:.4f}{share}")
+
+    training = Training(epochs=epochs, lr=lr, batch_size=batch_size, seed=seed)
+    with counted("training steps") as on_step:
+        accuracy = build_classifier(
+            model, train, out, validation=validation, training=training, device=device, on_epoch=on_epoch,
+            on_step=on_step,
+        )  # fmt: skip
+    share = f": {100 * accuracy:.1f} % of the validation claims right" if accuracy is not None else ""
+    text = f"{out}{share}. Next: malmen train bert-base model.name={out} data.train=…"
+    show({"out": str(out), "validation_accuracy": accuracy}, text, as_json)

@@ -12,7 +12,7 @@ import typer
 from malmen.errors import UsageError
 from malmen.platform.cli.edit import load_edited_model
 from malmen.platform.cli.options import AsJson, EditFolder, ModelName
-from malmen.platform.cli.output import err, print_json
+from malmen.platform.cli.output import err, numbers_table, print_json
 from malmen.platform.cli.output import out as console
 from malmen.platform.cli.progress import status
 
@@ -57,27 +57,20 @@ def export(
 
 def _show_export(manifest: dict[str, Any], out: Path) -> None:
     """The files with their sizes, and the layers with their ranks and errors."""
-    from rich.table import Table
-
-    files = Table("file", title=f"{out}: {len(manifest['facts'])} facts as {manifest['kind']}")
-    files.add_column("bytes", justify="right")
-    for name, file in manifest["files"].items():
-        files.add_row(name, f"{file['bytes']:,}")
-    console.print(files)
+    title = f"{out}: {len(manifest['facts'])} facts as {manifest['kind']}"
+    files = [(name, f"{file['bytes']:,}") for name, file in manifest["files"].items()]
+    console.print(numbers_table(title, ("file", "bytes"), files))
     headings = {"ratio": "‖S‖/‖W‖", "rank": "rank", "relative_error": "error", "rounding_error": "lost by rounding"}
-    rows = manifest["tensors"]
-    columns = [name for name in headings if any(name in row for row in rows.values())]
-    layers = Table("weight")
-    for name in columns:
-        layers.add_column(headings[name], justify="right")
-    for weight, row in rows.items():
-        layers.add_row(weight, *(_number(row[name]) for name in columns))
-    console.print(layers)
-    cut = [row for row in rows.values() if row.get("full_rank", 0) > row.get("rank", 0)]
-    if cut:
-        most = max(row["full_rank"] for row in cut)
-        err.print(f"{len(cut)} layers were cut to the rank of --max-rank; --max-rank {most} is exact.", highlight=False)
-    err.print(f"{out}/README.md says how to load it.", highlight=False, soft_wrap=True)
+    tensors = manifest["tensors"]
+    columns = {name: text for name, text in headings.items() if any(name in row for row in tensors.values())}
+    rows = [(weight, *(_number(row[name]) for name in columns)) for weight, row in tensors.items()]
+    console.print(numbers_table("", ("weight", *columns.values()), rows))
+    full_ranks = [row["full_rank"] for row in tensors.values() if row.get("full_rank", 0) > row.get("rank", 0)]
+    if full_ranks:
+        err.print(
+            f"{len(full_ranks)} layers were cut to the rank of --max-rank; --max-rank {max(full_ranks)} is exact."
+        )
+    err.print(f"{out}/README.md says how to load it.", soft_wrap=True)
 
 
 def _number(value: float | None) -> str:

@@ -15,13 +15,11 @@ import typer
 
 from malmen import __version__
 from malmen.errors import EditError
-from malmen.platform.cli.classifier import app as classifier_app
-from malmen.platform.cli.data import data_app, world_app
+from malmen.platform.cli.data import classifier_app, data_app, world_app
 from malmen.platform.cli.edit import edit, evaluate, generate
 from malmen.platform.cli.export import export
-from malmen.platform.cli.plan import plan
 from malmen.platform.cli.quickstart import quickstart
-from malmen.platform.cli.settings import configs, settings
+from malmen.platform.cli.settings import configs, plan, settings
 from malmen.platform.cli.train import train
 
 app = typer.Typer(

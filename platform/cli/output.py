@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from malmen.evaluate import FactReport
 
 # No markup: what is printed holds prompts, answers and paths of users.
-out = Console(markup=False)
-err = Console(stderr=True, markup=False)
+out = Console(markup=False, highlight=False)
+err = Console(stderr=True, markup=False, highlight=False)
 
 _ASKED = {"edit": "the edits", "equivalent": "rephrasings", "unrelated": "unrelated"}
 _COUNTED = {BY_TOKENS: "tokens", EXACT: "whole answers", ENDED: "generated, ends there"}
@@ -28,6 +29,24 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=1, ensure_ascii=False))
 
 
+def show(value: Any, text: str, as_json: bool) -> None:
+    """A result: as JSON, or in words."""
+    if as_json:
+        print_json(value)
+    else:
+        out.print(text, soft_wrap=True)
+
+
+def numbers_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table with names in its first column and numbers in the others."""
+    table = Table(title=title, title_justify="left")
+    for place, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if place else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def show_settings(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
     """Settings (`config.describe_settings`): key, default and meaning."""
     if as_json:
@@ -36,7 +55,7 @@ def show_settings(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
     table = Table("setting", "default", "meaning")
     for row in rows:
         default = "" if row["default"] is None else str(row["default"])
-        table.add_row(*(Text(text) for text in (row["key"], default, row["description"])))
+        table.add_row(*map(Text, (row["key"], default, row["description"])))
     out.print(table)
 
 
@@ -47,48 +66,42 @@ def percent(value: float | None) -> str:
 
 def scores_table(scores: Mapping[str, Any]) -> Table:
     """`Evaluation.scores`: before → after, for each metric and way of counting."""
-    table = Table(title=f"{scores['edits']} edits at once: right answers in %, before → after")
-    table.add_column("asked")
     suffixes = [way for way in _COUNTED if any(scores.get(metric.name + way) is not None for metric in METRICS)]
-    for suffix in suffixes:
-        table.add_column(_COUNTED[suffix], justify="right")
+    rows = []
     for metric in METRICS:
         names = [metric.name + suffix for suffix in suffixes]
         cells = [f"{percent(scores.get(name + BEFORE))} → {percent(scores.get(name))}" for name in names]
-        table.add_row(f"{_ASKED[metric.kind]} ({metric.label})", *cells)
-    return table
+        rows.append([f"{_ASKED[metric.kind]} ({metric.label})", *cells])
+    title = f"{scores['edits']} edits at once: right answers in %, before → after"
+    return numbers_table(title, ["asked", *(_COUNTED[suffix] for suffix in suffixes)], rows)
 
 
 def spread_table(rows: list[dict[str, Any]]) -> Table:
     """Several evaluations: mean, least and largest of every score."""
-    table = Table(title=f"{len(rows)} sets of {rows[0]['edits']} edits")
-    for heading in ("score", "mean", "least", "largest"):
-        table.add_column(heading, justify="left" if heading == "score" else "right")
+    lines = []
     for name in rows[0]:
         values = [row[name] for row in rows if row[name] is not None]
         if values and name != "edits":
-            table.add_row(name, *(f"{value:.3f}" for value in (sum(values) / len(values), min(values), max(values))))
-    return table
+            lines.append((name, *(f"{value:.3f}" for value in (fmean(values), min(values), max(values)))))
+    title = f"{len(rows)} sets of {rows[0]['edits']} edits"
+    return numbers_table(title, ("score", "mean", "least", "largest"), lines)
 
 
 def scores_footer(scores: Mapping[str, Any]) -> str:
     """The scores that have no value before the edit."""
-    parts = [f"largest ‖S‖/‖W‖ {scores['max_shift_ratio']:.3f}"]
-    if scores["locality_agreement"] is not None:
-        agreement = percent(scores["locality_agreement"])
-        parts.insert(0, f"unrelated tokens predicted as by the unedited model {agreement} %")
-    if scores["locality_agreement_generated"] is not None:
-        agreement = percent(scores["locality_agreement_generated"])
-        parts.insert(1, f"unrelated texts generated as by it {agreement} %")
-    if scores["mean_residual"] is not None:
-        parts.append(f"mean residual {scores['mean_residual']:.3f}")
-    return " · ".join(parts)
+    parts = [
+        ("unrelated tokens predicted as by the unedited model {:.1f} %", "locality_agreement", 100),
+        ("unrelated texts generated as by it {:.1f} %", "locality_agreement_generated", 100),
+        ("largest ‖S‖/‖W‖ {:.3f}", "max_shift_ratio", 1),
+        ("mean residual {:.3f}", "mean_residual", 1),
+    ]
+    return " · ".join(text.format(factor * scores[name]) for text, name, factor in parts if scores[name] is not None)
 
 
 def show_scores(scores: Mapping[str, Any]) -> None:
     """One evaluation as a table and a line below it."""
     out.print(scores_table(scores))
-    out.print(scores_footer(scores), highlight=False)
+    out.print(scores_footer(scores))
 
 
 def facts_table(facts: list[FactReport], title: str) -> Table:
@@ -97,11 +110,12 @@ def facts_table(facts: list[FactReport], title: str) -> Table:
     for heading in ("kind", "prompt", "wanted", "before", "after", ""):
         table.add_column(heading, overflow="fold")
     for fact in facts:
+        answers = []
+        for answer, right in ((fact.before, fact.right_before), (fact.after, fact.right_after)):
+            answers.append(answer if answer is not None else "right" if right else "wrong")
         verdict = Text("✓", "green") if fact.right_after else Text("✗", "red")
-        before = fact.before if fact.before is not None else ("right" if fact.right_before else "wrong")
-        after = fact.after if fact.after is not None else ("right" if fact.right_after else "wrong")
         # Text, not str: prompts and answers may look like markup.
-        table.add_row(*map(Text, (fact.role, fact.prompt, fact.answer, before, after)), verdict)
+        table.add_row(*map(Text, (fact.role, fact.prompt, fact.answer, *answers)), verdict)
     return table
 
 
@@ -116,7 +130,7 @@ def show_training(
     show_scores(scores)
     if stages:
         listed = " · ".join(f"{stage} {seconds:.3g}" for stage, seconds in stages.items())
-        out.print(f"mean seconds of a step: {listed}", highlight=False, soft_wrap=True)
+        out.print(f"mean seconds of a step: {listed}", soft_wrap=True)
     where = f"The editor is in {facts['editor']} ({facts['seconds']:.0f} s)"
     registered = f", registered as {facts['registered']}" if facts.get("registered") else ""
     if facts.get("best"):

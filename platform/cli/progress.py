@@ -57,7 +57,7 @@ def bar(*columns: Any) -> Iterator[Progress]:
 def note(text: str) -> None:
     """A plain line, where no bar says the same."""
     if not err.is_terminal:
-        err.print(text, highlight=False, soft_wrap=True)
+        err.print(text, soft_wrap=True)
 
 
 class TrainingProgress:
@@ -93,13 +93,13 @@ class TrainingProgress:
 
     def event(self, text: str) -> None:
         """A resumption, a lost process: what the user wants to know of."""
-        err.print(text, highlight=False)
+        err.print(text)
 
     def evaluation(self, step: int, scores: Mapping[str, Any]) -> None:
         """After each evaluation on held-out records."""
         shares = [f"{metric.label} {percent(scores[metric.name])}" for metric in METRICS]
         shares.append(f"agreement {percent(scores['locality_agreement'])}")
-        err.print(f"step {step}: held-out {' '.join(shares)}", highlight=False)
+        err.print(f"step {step}: held-out {' '.join(shares)}")
 
 
 @contextmanager

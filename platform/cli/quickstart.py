@@ -17,7 +17,7 @@ from malmen.platform.cli.progress import counted, training_progress
 
 if TYPE_CHECKING:
     from malmen.config import Config
-    from malmen.evaluate import Evaluation, FactReport
+    from malmen.evaluate import Evaluation
 
 QUICKSTART_FILE = ".quickstart"  # marks a folder that a quickstart wrote and may replace
 
@@ -51,7 +51,6 @@ def _run(config: Config, folder: Path, as_json: bool) -> None:
     err.print(
         f"The built-in world has {NUM_SUBJECTS} people with {len(relations())} facts each. A hyper-network learns to "
         f"edit on the facts of {NUM_SUBJECTS - NUM_HELD_OUT} of them; the other {NUM_HELD_OUT} are kept to test it.",
-        highlight=False,
     )
     with training_progress(config.training.steps) as progress:
         progress.phase("starting Ray")
@@ -69,7 +68,8 @@ def _run(config: Config, folder: Path, as_json: bool) -> None:
         "config": config.model_dump(mode="json"),
     }
     atomic_file(folder / "result.json", json.dumps(result, indent=1) + "\n")
-    _write_example_facts(folder / "facts.jsonl", evaluation)
+    examples = [{"prompt": fact.prompt, "answer": fact.answer} for fact in evaluation.facts if fact.role == "edit"][:8]
+    atomic_file(folder / "facts.jsonl", "".join(json.dumps(row) + "\n" for row in examples))  # for `malmen edit`
     if as_json:
         print_json(result)
     else:
@@ -87,14 +87,9 @@ def _clear(folder: Path) -> None:
     (folder / QUICKSTART_FILE).touch()
 
 
-def _write_example_facts(path: Path, evaluation: Evaluation) -> None:
-    """Eight of the edits as a file for `malmen edit`."""
-    rows = [{"prompt": fact.prompt, "answer": fact.answer} for fact in evaluation.facts if fact.role == "edit"][:8]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
 def _show_quickstart(evaluation: Evaluation, folder: Path, seconds: float) -> None:
-    out.print(facts_table(_examples(evaluation.facts), "A few answers of the model"))
+    examples = [fact for metric in METRICS for fact in [f for f in evaluation.facts if f.role == metric.kind][:3]]
+    out.print(facts_table(examples, "A few answers of the model"))
     show_scores(evaluation.scores())
     out.print(
         f"\nDone in {seconds:.0f} s. The editor, training.png and result.json are in {folder}.\n"
@@ -103,16 +98,9 @@ def _show_quickstart(evaluation: Evaluation, folder: Path, seconds: float) -> No
         f'  malmen generate --edits runs/edit "{evaluation.facts[0].prompt}"\n'
         f"  malmen eval --editor {folder} --edits 512\n"
         "  make quickstart ARGS=aggregation=sum     # MEND's way of merging, for comparison",
-        highlight=False,
         markup=False,
         soft_wrap=True,
     )
-
-
-def _examples(facts: list[FactReport]) -> list[FactReport]:
-    """Three facts of each kind."""
-    by_kind = {metric.kind: [fact for fact in facts if fact.role == metric.kind] for metric in METRICS}
-    return [fact for of_kind in by_kind.values() for fact in of_kind[:3]]
 
 
 def plot_training(history: list[dict[str, Any]], path: Path) -> None:

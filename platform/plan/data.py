@@ -17,6 +17,7 @@ from malmen.data.readers import read_records
 from malmen.data.records import EditRecord, Fact
 from malmen.data.tokens import EncodedFact, Kind
 from malmen.data.world import WORLD_MODEL, world_records
+from malmen.lm.layers import LayerSpec
 from malmen.lm.model import LanguageModel, fact_encoder
 
 SAMPLE = 128  # records whose tokens are counted
@@ -56,67 +57,46 @@ class StepFacts:
         return min(drawn, self.pools[kind] * self.num_records) if self.num_records else drawn
 
 
-@dataclass(frozen=True)
-class Pools:
-    """The facts of sampled records that a step may draw, by kind: a list for each record."""
-
-    edits: list[list[EncodedFact]]
-    equivalents: list[list[EncodedFact]]
-    unrelated: list[list[EncodedFact]]
-    num_records: int
-    source: str
-
-
-def find_pools(
+def step_facts(
     config: Config, lm: LanguageModel, fact_tokens: int | None = None, answer_tokens: int | None = None
-) -> Pools:
-    """The facts of the data file if it exists and no lengths are given; else one record of those lengths."""
-    here = config.data.train == "builtin" or Path(config.data.train).is_file()
-    if here and fact_tokens is None and answer_tokens is None:
+) -> StepFacts:
+    """Facts of the data file if it exists and no lengths are given, else of those lengths; repeated where there are
+    fewer than a step has."""
+    training, known = config.training, config.data.train == "builtin" or Path(config.data.train).is_file()
+    if known and fact_tokens is None and answer_tokens is None:
         encode, how = _encoder(config, lm)
         records, number = _sample(config.data.train, config.data.format, config.seed)
         source = f"{len(records)} records of {config.data.train}, {how}"
     else:
-        fact = _fact(config, lm.kind, fact_tokens or FACT_TOKENS, answer_tokens or ANSWER_TOKENS)
-        encode = lambda _fact: fact  # noqa: E731
-        any_fact, training = Fact("", ""), config.training
-        others = (any_fact,) * training.equivalents_per_edit, (any_fact,) * training.unrelated_per_edit
-        record = EditRecord(any_fact, *others)
-        records, number = [record], SIZES.get(config.data.format, 0)
-        known = f"{number:,} records" if number else "an unknown number of records"
+        lengths = fact_tokens or FACT_TOKENS, answer_tokens or ANSWER_TOKENS
+        encode = lambda _fact: _fact_of(config, lm.kind, *lengths)  # noqa: E731
+        one, number = Fact("", ""), SIZES.get(config.data.format, 0)
+        records = [EditRecord(one, (one,) * training.equivalents_per_edit, (one,) * training.unrelated_per_edit)]
         how = "given" if fact_tokens or answer_tokens else "assumed"
-        source = f"{how} lengths, {known}" + ("" if here else f"; {config.data.train} is not on this machine")
-    return Pools(
-        [[encode(record.edit)] for record in records],
-        [[encode(fact) for fact in record.equivalents or (record.edit,)] for record in records],
-        [[encode(fact) for fact in record.unrelated] for record in records],
-        number,
-        source,
-    )
-
-
-def step_facts(config: Config, pools: Pools) -> StepFacts:
-    """As many facts as the config says; where there are fewer records, they are repeated."""
-    training = config.training
-    equivalents = [pool[: training.equivalents_per_edit] for pool in pools.equivalents]
+        source = f"{how} lengths, {f'{number:,}' if number else 'an unknown number of'} records"
+        source += "" if known else f"; {config.data.train} is not on this machine"
+    edits = [[encode(record.edit)] for record in records]
+    equivalents = [[encode(fact) for fact in record.equivalents or (record.edit,)] for record in records]
+    unrelated = [[encode(fact) for fact in record.unrelated] for record in records]
+    pools = {"edits": edits, "equivalents": equivalents, "unrelated": unrelated}
+    tokens = {kind: sum(fact.length for pool in parts for fact in pool) / len(parts) for kind, parts in pools.items()}
+    equivalents = [pool[: training.equivalents_per_edit] for pool in equivalents]
     if training.include_edit:
-        equivalents = [edit + pool for edit, pool in zip(pools.edits, equivalents, strict=True)]
-    unrelated = [pool[: training.unrelated_per_edit] for pool in pools.unrelated]
+        equivalents = [edit + pool for edit, pool in zip(edits, equivalents, strict=True)]
+    unrelated = [pool[: training.unrelated_per_edit] for pool in unrelated]
     if training.locality_tokens == "all":
         unrelated = [[fact.throughout() for fact in pool] for pool in unrelated]
-    by_kind = {"edits": pools.edits, "equivalents": pools.equivalents, "unrelated": pools.unrelated}
-    return StepFacts(
-        _repeat(pools.edits, training.num_edits),
-        _repeat(equivalents, training.num_edits),
-        _repeat(unrelated, training.num_edits),
-        {kind: sum(fact.length for pool in parts for fact in pool) / len(parts) for kind, parts in by_kind.items()},
-        pools.num_records,
-        pools.source,
+    step = (
+        [fact for index in range(training.num_edits) for fact in parts[index % len(parts)]]
+        for parts in (edits, equivalents, unrelated)
     )
+    return StepFacts(*step, tokens, number, source)
 
 
-def _repeat(parts: Sequence[list[EncodedFact]], number: int) -> list[EncodedFact]:
-    return [fact for index in range(number) for fact in parts[index % len(parts)]]
+def count_traced(layers: Sequence[LayerSpec], edits: Sequence[EncodedFact], tokens: str) -> dict[str, int]:
+    """How many tokens of these edits are traced in each layer."""
+    counts = {stack: sum(fact.num_traced(stack, tokens) for fact in edits) for stack in {at.stack for at in layers}}
+    return {layer.name: counts[layer.stack] for layer in layers}
 
 
 @lru_cache(maxsize=4)
@@ -131,9 +111,8 @@ def _sample(name: str, format: str, seed: int) -> tuple[list[EditRecord], int]:
     with open(name, encoding="utf-8") as file, tempfile.TemporaryDirectory() as folder:
         first = Path(folder) / Path(name).name
         first.write_text("".join(islice(file, SAMPLE)), encoding="utf-8")
-        number = SAMPLE + sum(1 for line in file if line.strip())
         records = read_records(first, format)
-    return records, number if len(records) >= SAMPLE else len(records)
+        return records, len(records) + sum(1 for line in file if line.strip())
 
 
 def _encoder(config: Config, lm: LanguageModel) -> tuple[Encode, str]:
@@ -146,12 +125,12 @@ def _encoder(config: Config, lm: LanguageModel) -> tuple[Encode, str]:
 
     def estimate(fact: Fact) -> EncodedFact:
         prompt, answer = (-(-len(text.encode()) // BYTES_PER_TOKEN) for text in (fact.prompt, fact.answer))
-        return _fact(config, lm.kind, prompt + answer, answer)
+        return _fact_of(config, lm.kind, prompt + answer, answer)
 
     return estimate, f"at {BYTES_PER_TOKEN} bytes a token, because the tokenizer is not on this machine"
 
 
-def _fact(config: Config, kind: Kind, length: int, answers: int) -> EncodedFact:
+def _fact_of(config: Config, kind: Kind, length: int, answers: int) -> EncodedFact:
     """A fact of so many tokens, answer included."""
     length = max(length, answers + 1)
     if config.data.prompt_format == "chat":

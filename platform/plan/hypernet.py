@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,12 +11,12 @@ from torch import Tensor
 from malmen.config import Config
 from malmen.data.tokens import EncodedFact
 from malmen.editor import Editor, HypernetRows
-from malmen.hypernet import Statistics
 from malmen.least_squares import DualSolution, is_dual
 from malmen.lm.layers import LayerSpec
 from malmen.lm.trace import LayerTrace, Traces
-from malmen.platform.plan.meter import Cost, Meter
-from malmen.shards import PartOfDual, ProcessGroupShards, Share, SolvedShard, divide, find_members
+from malmen.platform.plan.data import count_traced
+from malmen.platform.plan.meter import Cost, Meter, total_bytes
+from malmen.shards import PartOfDual, ProcessGroupShards, Shards, Share, divide, find_members
 
 _BATCHES = 3  # batches of the hyper-network that are rehearsed, at most
 
@@ -32,38 +32,37 @@ class Equation:
     factor: int  # the same, of the Cholesky factor that is kept for the way back
 
 
-def find_equations(config: Config, layers: list[LayerSpec], edits: Sequence[EncodedFact]) -> list[Equation]:
+def find_equations(config: Config, layers: Sequence[LayerSpec], edits: Sequence[EncodedFact]) -> list[Equation]:
     """Of every edited layer; a sum of shifts solves none."""
-    if config.editor.aggregation == "sum":
-        return []
+    counts = count_traced(layers, edits, config.editor.tokens) if config.editor.aggregation != "sum" else {}
+    sizes = {layer.name: layer.key_size for layer in layers}
     equations = []
-    for layer in layers:
-        tokens = sum(fact.num_traced(layer.stack, config.editor.tokens) for fact in edits)
-        dual = is_dual(tokens, layer.key_size, config.editor.preserving)
-        size, form = (tokens, "dual") if dual else (layer.key_size, "primal")
-        equations.append(Equation(layer.name, form, size, 8 * size**2, 8 * size**2))
+    for name, tokens in counts.items():
+        dual = is_dual(tokens, sizes[name], config.editor.preserving)
+        size, form = (tokens, "dual") if dual else (sizes[name], "primal")
+        equations.append(Equation(name, form, size, 8 * size**2, 8 * size**2))
     return equations
 
 
-@dataclass
+@dataclass(frozen=True)
 class RehearsedHypernet:
     """One actor's share of a step, in bytes; of several actors, the one that needs most."""
 
-    theta: int = 0  # the parameters
-    norms: int = 0  # the normalisers' statistics, and the moments of keys to preserve
-    adam: int = 0
-    features: int = 0  # keys and value gradients
-    value_diffs: int = 0
-    kept: int = 0  # factors, and what else a solution keeps for the way back
-    shifts: int = 0  # of the actor's layers, in float64
-    shift_grads: int = 0  # received
-    pullbacks: int = 0  # M, or ∇_D L, of all layers
-    solve_peak: int = 0  # held at once while solving, features included
-    backward_peak: int = 0  # the same while back-propagating, θ's gradient included
-    small_peak: int = 0  # the part of both that the allocator may keep
-    forms: set[str] = field(default_factory=set)  # primal, dual
-    gathered: int = 0  # bytes that shards of one layer send each other
-    costs: dict[str, Cost] = field(default_factory=dict)
+    theta: int  # the parameters
+    norms: int  # the normalisers' statistics, and the moments of keys to preserve
+    adam: int
+    features: int  # keys and value gradients
+    value_diffs: int
+    kept: int  # factors, and what else a solution keeps for the way back
+    shifts: int  # of the actor's layers, in float64
+    shift_grads: int  # received
+    pullbacks: int  # M, or ∇_D L, of all layers
+    solve_peak: int  # held at once while solving, features included
+    backward_peak: int  # the same while back-propagating, θ's gradient included
+    small_peak: int  # the part of both that the allocator may keep
+    forms: set[str]  # primal, dual
+    gathered: int  # bytes that shards of one layer send each other
+    costs: dict[str, Cost]
 
     @property
     def peak(self) -> int:
@@ -72,55 +71,58 @@ class RehearsedHypernet:
 
 
 def rehearse_hypernet(
-    config: Config, layers: list[LayerSpec], edits: Sequence[EncodedFact], dtype: torch.dtype
+    config: Config, layers: Sequence[LayerSpec], edits: Sequence[EncodedFact], dtype: torch.dtype
 ) -> RehearsedHypernet:
-    """One step of the actor whose share is the largest; `dtype` is the LM's."""
-    counts = {layer.name: sum(fact.num_traced(layer.stack, config.editor.tokens) for fact in edits) for layer in layers}
-    sizes = {layer.name: layer.key_size + layer.value_size for layer in layers}
-    plan = divide([layer.name for layer in layers], config.cluster.hypernet_actors)
-    work = [sum(_rows(share, counts) * sizes[share.layer] for share in shares) for shares in plan]
-    busiest = work.index(max(work))
+    """observe · solve · backward of the actor whose share is the largest; `dtype` is the LM's."""
+    counts = count_traced(layers, edits, config.editor.tokens)
+    sizes = {layer.name: (layer.key_size, layer.value_size) for layer in layers}
+    plan = divide(list(counts), config.cluster.hypernet_actors)
+    rows = [{share.layer: _rows(share, counts) for share in shares} for shares in plan]
+    busiest = max(range(len(rows)), key=lambda rank: sum(rows[rank][name] * sum(sizes[name]) for name in rows[rank]))
     with torch.device("meta"):
         editor = _RehearsedEditor(layers, config)
-    editor.shards = _RehearsedShards(plan, counts, busiest)
-    rehearsed = RehearsedHypernet()
-    rehearsed.theta, rehearsed.norms = _bytes(editor.parameters()), _bytes(editor.buffers())
-    rehearsed.adam = 2 * rehearsed.theta + 4 * len(list(editor.parameters()))  # two moments, and its count of steps
-    _rehearse(editor, rehearsed, {share.layer: _rows(share, counts) for share in plan[busiest]}, dtype)
-    rehearsed.costs["adam"] = Cost(touched=10.0 * rehearsed.theta, calls=8.0 * len(list(editor.parameters())))
-    return rehearsed
-
-
-def _rehearse(editor: _RehearsedEditor, rehearsed: RehearsedHypernet, rows: dict[str, int], dtype: torch.dtype) -> None:
-    """observe · solve · backward, as the actor does it."""
+    shards = editor.shards = _RehearsedShards(find_members(plan), rows, busiest)
     meter = editor.meter = Meter(*editor.parameters(), *editor.buffers())
-    with meter:
+    costs: dict[str, Cost] = {}
+    with meter, torch.device("meta"):
         traces: Traces = {
-            layer.name: LayerTrace(
-                torch.empty(rows[layer.name], layer.key_size, dtype=dtype, device="meta"),
-                torch.empty(rows[layer.name], layer.value_size, dtype=dtype, device="meta"),
-            )
-            for layer in editor.layers
-            if layer.name in rows
+            name: LayerTrace(*(torch.empty(count, size, dtype=dtype) for size in sizes[name]))
+            for name, count in rows[busiest].items()
         }
-    with meter.stage(rehearsed.costs, "solve"):
+    with meter.stage(costs, "solve"):
         editor.observe(traces)
         solved = editor.solve(traces, training=True)
         solved.residuals()
-    rehearsed.solve_peak, meter.peak = meter.peak, meter.held
-    rehearsed.features = _bytes(tensor for pair in traces.values() for tensor in pair)
-    rehearsed.value_diffs, rehearsed.shifts = _bytes(solved.value_diffs.values()), _bytes(solved.shifts.values())
-    shards = editor.shards
-    assert isinstance(shards, _RehearsedShards)
-    rehearsed.kept, rehearsed.pullbacks = shards.kept, shards.pullbacks
-    rehearsed.forms, rehearsed.gathered = shards.forms or {"sum"}, shards.gathered
+    solve_peak, meter.peak = meter.peak, meter.held
     with meter:
-        grad_dtype = torch.promote_types(dtype, torch.float32)
-        grads = {name: shift.new_empty(shift.shape, dtype=grad_dtype) for name, shift in solved.shifts.items()}
-    rehearsed.shift_grads = _bytes(grads.values())
-    with meter.stage(rehearsed.costs, "hypernet"):
+        received = torch.promote_types(dtype, torch.float32)
+        grads = {name: shift.new_empty(shift.shape, dtype=received) for name, shift in solved.shifts.items()}
+    with meter.stage(costs, "hypernet"):
         editor.backward(solved, grads)
-    rehearsed.backward_peak, rehearsed.small_peak = meter.peak, meter.small_peak
+    theta, tensors = total_bytes(editor.parameters()), len(list(editor.parameters()))
+    costs["adam"] = Cost(touched=10.0 * theta, calls=8.0 * tensors)
+    parts = list(solved.solutions.values())
+    solutions = [part.solution if isinstance(part, PartOfDual) else part for part in parts]
+    kept = [solution.factor for solution in solutions]
+    kept += [solution.weights for solution in solutions if isinstance(solution, DualSolution)]
+    kept += [part.all_keys for part in parts if isinstance(part, PartOfDual)]
+    return RehearsedHypernet(
+        theta=theta,
+        norms=total_bytes(editor.buffers()),
+        adam=2 * theta + 4 * tensors,  # two moments, and its count of steps
+        features=total_bytes(part for pair in traces.values() for part in pair),
+        value_diffs=total_bytes(solved.value_diffs.values()),
+        kept=total_bytes(kept),
+        shifts=total_bytes(solved.shifts.values()),
+        shift_grads=total_bytes(grads.values()),
+        pullbacks=sum(8 * len(solution.factor) * len(solution.shift) for solution in solutions),
+        solve_peak=solve_peak,
+        backward_peak=meter.peak,
+        small_peak=meter.small_peak,
+        forms={"dual" if isinstance(solution, DualSolution) else "primal" for solution in solutions} or {"sum"},
+        gathered=shards.gathered,
+        costs=costs,
+    )
 
 
 class _RehearsedEditor(Editor):
@@ -145,56 +147,29 @@ class _RehearsedEditor(Editor):
 
 
 class _RehearsedShards(ProcessGroupShards):
-    """The other editors as a source of tensors of the right size; what a solve keeps and sends is counted."""
+    """The other editors as a source of tensors of the right size; what they send each other is counted."""
 
-    def __init__(self, plan: Sequence[Sequence[Share]], counts: Mapping[str, int], world_rank: int) -> None:
-        self.members, self.world_rank = find_members(plan), world_rank
-        self.counts = {
-            layer: [_rows(share, counts) for shares in plan for share in shares if share.layer == layer]
-            for layer in self.members
-        }
-        self.kept = self.gathered = self.pullbacks = 0
-        self.forms: set[str] = set()
+    gather_statistics = Shards.gather_statistics  # this editor's own: those of the others are small
 
-    def gather_statistics(self, mine: Mapping[str, Statistics]) -> Iterable[tuple[str, Statistics]]:
-        """This editor's own: those of the others are small."""
-        return mine.items()
-
-    def solve(
-        self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float, preserved: Tensor | None
-    ) -> SolvedShard:
-        """As the actor does it; what stays for the way back is counted."""
-        solved = super().solve(layer, keys, value_diffs, damping, preserved)
-        solution = solved.solution if isinstance(solved, PartOfDual) else solved
-        kept = [solution.factor]
-        if isinstance(solution, DualSolution):
-            kept.append(solution.weights)
-        if isinstance(solved, PartOfDual):
-            kept.append(solved.all_keys)
-        self.kept += _bytes(kept)
-        self.pullbacks += solution.factor.element_size() * len(solution.factor) * value_diffs.shape[1]
-        self.forms.add("dual" if isinstance(solution, DualSolution) else "primal")
-        return solved
+    def __init__(self, members: dict[str, list[int]], rows: Sequence[Mapping[str, int]], world_rank: int) -> None:
+        self.members, self.rows, self.world_rank = members, rows, world_rank
+        self.gathered = 0
 
     def count_tokens(self, layer: str, _mine: int) -> list[int]:
         """As the plan divides them."""
-        return self.counts[layer]
+        return [self.rows[rank][layer] for rank in self.members[layer]]
 
     def gather_rows(self, _layer: str, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """As much memory as the rows of all members."""
         received = rows.new_empty(sum(counts), rows.shape[1])
-        self.gathered += _bytes([received])
+        self.gathered += received.nbytes
         return received
 
     def sum_tensor(self, _layer: str, tensor: Tensor) -> None:
         """The sum is as large as the tensor."""
-        self.gathered += _bytes([tensor])
+        self.gathered += tensor.nbytes
 
 
 def _rows(share: Share, counts: Mapping[str, int]) -> int:
     rows = share.rows(counts[share.layer])
     return rows.stop - rows.start
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

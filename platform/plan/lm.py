@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from malmen.config import Config
 from malmen.data.tokens import EncodedFact, TokenBatch, make_batches
-from malmen.lm.hooks import hooked, replaced_forward
+from malmen.lm.hooks import replaced_forward
 from malmen.lm.layers import LayerSpec, find_layers
 from malmen.lm.model import LanguageModel
 from malmen.lm.stem import stem_blocks
 from malmen.lm_side import LMSide
-from malmen.platform.plan.data import StepFacts
-from malmen.platform.plan.meter import Cost, Meter
+from malmen.platform.plan.data import StepFacts, count_traced
+from malmen.platform.plan.meter import Cost, Meter, total_bytes
 from malmen.platform.plan.shapes import find_skeleton
 
 _LIVE = 10**9  # parameters that DeepSpeed keeps gathered at most (stage3_max_live_parameters, its default)
@@ -42,8 +42,7 @@ class PlannedLM:
     @property
     def weight_bytes(self) -> int:
         """Of the whole model, buffers included."""
-        tensors = [*self.lm.model.parameters(), *self.lm.model.buffers()]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return total_bytes([*self.lm.model.parameters(), *self.lm.model.buffers()])
 
     def gathered_bytes(self) -> int:
         """Under ZeRO-3, whole weights at one time: DeepSpeed's limit, or the largest single one if that is more."""
@@ -51,17 +50,21 @@ class PlannedLM:
         return min(self.num_parameters, max(_LIVE, largest)) * self.lm.dtype.itemsize
 
     @property
+    def edited_bytes(self) -> int:
+        """The weights of the edited layers."""
+        return sum(layer.key_size * layer.value_size for layer in self.layers) * self.lm.dtype.itemsize
+
+    @property
     def shift_bytes(self) -> int:
         """All shifts in float32 at least, as they travel and as leaves."""
-        size = torch.promote_types(self.lm.dtype, torch.float32).itemsize
-        return sum(layer.key_size * layer.value_size for layer in self.layers) * size
+        dtype = self.lm.dtype
+        return self.edited_bytes // dtype.itemsize * torch.promote_types(dtype, torch.float32).itemsize
 
     def feature_bytes(self, facts: Sequence[EncodedFact], tokens: str) -> int:
         """Keys and value gradients of these edits in all layers."""
-        return self.lm.dtype.itemsize * sum(
-            (layer.key_size + layer.value_size) * sum(fact.num_traced(layer.stack, tokens) for fact in facts)
-            for layer in self.layers
-        )
+        counts = count_traced(self.layers, facts, tokens)
+        values = sum((layer.key_size + layer.value_size) * counts[layer.name] for layer in self.layers)
+        return self.lm.dtype.itemsize * values
 
 
 @dataclass
@@ -107,7 +110,10 @@ def rehearse_lm(config: Config, planned: PlannedLM, facts: StepFacts, device: st
     lm, layers, rehearsed = planned.lm, planned.layers, RehearsedLM()
     meter = Meter(*lm.model.parameters(), *lm.model.buffers())
     side = _RehearsedSide(config, planned, meter, rehearsed)
-    with _one_block_for_all(lm, layers, meter):
+    with ExitStack() as undo:
+        for stack, count in stem_blocks(lm, layers).items():
+            blocks = cast(nn.ModuleList, lm.model.get_submodule(lm.stacks[stack]))
+            undo.enter_context(replaced_forward(_as_one(blocks[:count], meter)))
         with meter.stage(rehearsed.costs, "trace"):
             side.trace(facts.edits)
         rehearsed.trace_peak, meter.peak = meter.peak, meter.held
@@ -147,64 +153,19 @@ class _RehearsedSide(LMSide):
         self.rehearsed.micro_batches += round(len(batches) * more)
         shape = (len(largest.facts), sum(mask.shape[1] for mask in largest.masks.values()))
         self.rehearsed.largest = max(self.rehearsed.largest, shape, key=math.prod)
-        return [_shapes(largest)]
+        return [largest]
 
 
-class _Places(tuple[Tensor, Tensor]):
-    """Row and column of each place that a mask would have: an index like it, on the meta device already."""
+def _as_one(blocks: nn.ModuleList, meter: Meter) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+    """Forwards for blocks that are alike: the first runs and counts for all, the others hand on what it gave."""
+    forward, outputs = blocks[0].forward, []
 
-    shape: torch.Size  # of the mask
+    def run(*args: Any, **kwargs: Any) -> Any:
+        meter.weight *= len(blocks)
+        outputs[:] = [forward(*args, **kwargs)]
+        meter.weight /= len(blocks)
+        return outputs[0]
 
-    def to(self, _device: torch.device) -> _Places:
-        """The same."""
-        return self
-
-
-class _Rehearsed(TokenBatch):
-    """A batch of shapes: places instead of masks, because nothing can be counted in a mask without numbers."""
-
-    def to(self, device: torch.device) -> TokenBatch:
-        """It is on the meta device already."""
-        return self
-
-    def fact_of(self, mask: Any) -> Tensor:
-        """Some fact for each place."""
-        return torch.zeros_like(mask[0])
-
-
-def _shapes(batch: TokenBatch) -> TokenBatch:
-    def places(mask: Tensor) -> Any:
-        index = torch.zeros(int(mask.sum()), dtype=torch.long, device="meta")
-        indices = _Places((index, index))
-        indices.shape = mask.shape
-        return indices
-
-    inputs = {name: tensor.to("meta") for name, tensor in batch.inputs.items()}
-    masks = {stack: places(mask) for stack, mask in batch.masks.items()}
-    return _Rehearsed(inputs, places(batch.answer_mask), batch.targets.to("meta"), batch.facts.to("meta"), masks)
-
-
-@contextmanager
-def _one_block_for_all(lm: LanguageModel, layers: list[LayerSpec], meter: Meter) -> Iterator[None]:
-    """Of the blocks below every edit, which are alike, the first runs and counts for all: the others hand it on."""
-    with ExitStack() as undo:
-        for stack, count in stem_blocks(lm, layers).items():
-            blocks = cast(nn.ModuleList, lm.model.get_submodule(lm.stacks[stack]))
-            outputs: list[Any] = []
-
-            def begin(*_: Any, _count: int = count) -> None:
-                meter.weight *= _count
-
-            def end(
-                _module: nn.Module, _args: Any, output: Any, _outputs: list[Any] = outputs, _count: int = count
-            ) -> None:
-                meter.weight /= _count
-                _outputs[:] = [output]
-
-            def hand_on(*_: Any, _outputs: list[Any] = outputs, **__: Any) -> Any:
-                return _outputs[0]
-
-            undo.enter_context(hooked([(blocks[0], begin)], before=True))
-            undo.enter_context(hooked([(blocks[0], end)]))
-            undo.enter_context(replaced_forward([(block, hand_on) for block in blocks[1:count]]))
-        yield
+    yield blocks[0], run
+    for block in blocks[1:]:
+        yield block, lambda *_, **__: outputs[0]

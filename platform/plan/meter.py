@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,8 +64,11 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default and args[0].is_meta:
             return _healthy(args[0])
-        if func is _aten._to_copy.default and args[0].is_meta and kwargs.get("device") == torch.device("cpu"):
-            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        if func is _aten._to_copy.default and kwargs.get("device") is not None:
+            if args[0].dtype == torch.bool and kwargs["device"].type == "meta":
+                return args[0]  # a mask keeps its numbers: they say how many rows it selects
+            if args[0].is_meta and kwargs["device"].type == "cpu":
+                return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         out = func(*args, **kwargs)
         if func is _aten.le.Tensor and out.is_meta and not out.shape:
             return torch.zeros((), dtype=torch.bool)  # pivots above the noise: a healthy factor
@@ -78,19 +81,18 @@ class Meter(TorchDispatchMode):
         if flops:
             self.cost.flops[outputs[0].dtype] += round(flops * self.weight)
         elif not func.is_view:  # two read, one written
-            self.cost.touched += 3 * self.weight * sum(leaf.numel() * leaf.element_size() for leaf in outputs)
+            self.cost.touched += 3 * self.weight * total_bytes(outputs)
         self.cost.calls += self.weight * (not func.is_view)
         for tensor in outputs:
             self._hold(tensor)
 
     def _hold(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage in self._live:
-            return
-        size = storage.nbytes()
-        self._live[storage] = size
-        self._change(size, size if size <= HOARDED else 0)
-        weakref.finalize(storage, self._change, -size, -size if size <= HOARDED else 0)
+        if storage not in self._live:
+            size = self._live[storage] = storage.nbytes()
+            small = size if size <= HOARDED else 0
+            self._change(size, small)
+            weakref.finalize(storage, self._change, -size, -small)
 
     def _change(self, size: int, small: int) -> None:
         self.held += size
@@ -126,6 +128,11 @@ def _attention(
         attn_mask = attn_mask.to(query.dtype)
     out: Tensor = _ATTENTION(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return out
+
+
+def total_bytes(tensors: Iterable[Tensor]) -> int:
+    """The sum of their sizes."""
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _healthy(scalar: Tensor) -> bool | int | float:

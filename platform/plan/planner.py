@@ -7,16 +7,16 @@ alone (shapes.py).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 import torch
 
 from malmen.config import SPLIT, Config
-from malmen.lm.layers import LayerSpec
-from malmen.platform.plan.data import StepFacts, find_pools, step_facts
-from malmen.platform.plan.hypernet import Equation, RehearsedHypernet, find_equations, rehearse_hypernet
+from malmen.platform.plan.data import StepFacts, count_traced, step_facts
+from malmen.platform.plan.hypernet import Equation, find_equations, rehearse_hypernet
 from malmen.platform.plan.lm import PlannedLM, RehearsedLM, plan_lm, rehearse_lm
 from malmen.platform.plan.memory import GB, MB, Role, hypernet_role, lm_role
 from malmen.platform.plan.timing import (
@@ -35,6 +35,15 @@ T = TypeVar("T")
 
 GPU_MEMORY = 79 * GB  # of a card sold with 80 GB, as torch counts
 DRIVER = 2500 * MB  # the driver and Ray's own processes: 2.8 GB resident as measured, a part of it shared
+
+_FACTS = ("model", "data", "training", "seed")
+_LAYERS = ("lm", "editor.layers", "editor.ffn")
+_DEPENDS_ON: dict[Callable[..., Any], tuple[str, ...]] = {  # settings, beside those of the LM's type and device
+    plan_lm: ("model", *_LAYERS),
+    step_facts: _FACTS,
+    rehearse_lm: (*_FACTS, *_LAYERS, "editor.tokens", "batch.token_budget", "cluster.lm_workers"),
+    rehearse_hypernet: (*_FACTS, "editor", "batch.hypernet_rows", "cluster.hypernet_actors"),
+}
 
 
 @dataclass(frozen=True)
@@ -67,8 +76,8 @@ class Plan:
     transfers: Transfers
     stages: list[Stage]
     step_seconds: float
-    assumptions: list[str] = field(default_factory=list)
-    equations: list[Equation] = field(default_factory=list)
+    assumptions: list[str]
+    equations: list[Equation]
 
     @property
     def fits(self) -> bool:
@@ -77,24 +86,19 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; bytes as they are."""
-        roles = [
-            {
-                **asdict(role),
-                "items": {item.name: item.bytes for item in role.items},
-                "total": role.total,
-                "fits": role.fits,
-            }
-            for role in (self.lm, self.hypernet)
-        ]
-        return {
-            "model": self.config.model.name, "parameters": self.parameters, "dtype": self.dtype, "layers": self.layers,
-            "facts": self.facts, "edit_tokens": self.edit_tokens, "fits": self.fits, "roles": roles,
+        plan = asdict(self)
+        config, *roles, moved = (plan.pop(name) for name in ("config", "lm", "hypernet", "transfers"))
+        return plan | {
+            "model": config.model.name,
+            "fits": self.fits,
+            "roles": [
+                {**role, "total": planned.total, "fits": planned.fits}
+                for role, planned in zip(roles, (self.lm, self.hypernet), strict=True)
+            ],
             "machine": dict(zip(("needed", "has"), self.machine, strict=True)) if self.machine else None,
-            "bytes_moved": {**asdict(self.transfers), "objects": self.transfers.objects},
-            "stages": [asdict(stage) for stage in self.stages], "step_seconds": self.step_seconds,
-            "run_seconds": self.step_seconds * self.config.training.steps, "assumptions": self.assumptions,
-            "equations": [asdict(equation) for equation in self.equations],
-        }  # fmt: skip
+            "bytes_moved": {**moved, "objects": self.transfers.objects},
+            "run_seconds": self.step_seconds * config.training.steps,
+        }
 
 
 class Planner:
@@ -102,117 +106,63 @@ class Planner:
 
     def __init__(self, options: PlanOptions | None = None) -> None:
         self.options = options or PlanOptions()
-        self._made: dict[tuple[str, str], Any] = {}
+        self._made: dict[tuple[object, ...], Any] = {}
 
     def plan(self, config: Config) -> Plan:
         """What a run of this config will need."""
-        devices, dtype = find_devices(config), planned_dtype(config)
+        options, (device, actor_device), dtype = self.options, find_devices(config), planned_dtype(config)
         if config.cluster.overlap is None:  # as cluster.size_roles decides on one machine
-            config = _with_overlap(config, devices[0] != "cpu")
-        rates = self._both_rates(config, devices, dtype)
-        model, facts = self._model(config, dtype), self._step_facts(config, dtype)
-        rehearsed, hypernet = self._lm(config, dtype), self._hypernet(config, dtype)
-        lm_process = lm_role(config, model, facts, rehearsed, devices[0])
-        actor = hypernet_role(config, hypernet, devices[1])
-        machine = self._set_limits(lm_process, actor)
-        features = model.feature_bytes(facts.edits, config.editor.tokens)
-        moved = find_transfers(config, model, features, rehearsed, hypernet)
-        network = (self.options.bandwidth or NETWORK) * 1e9
-        gather = (self.options.gather_bandwidth or GATHER[devices[0]]) * 1e9
-        stages = find_stages(config, rehearsed, hypernet, moved, rates, network, gather)
+            cluster = config.cluster.model_copy(update={"overlap": device != "cpu"})
+            config = config.model_copy(update={"cluster": cluster})
+        rates = [  # one given for the LM's device does not hold for another
+            find_rates(where, dtype, processes, options.gflops if where == device else None, options.measure)
+            for where, processes in (
+                (device, config.cluster.lm_workers),
+                (actor_device, config.cluster.hypernet_actors),
+            )
+        ]
+        model = self._once(plan_lm, config, dtype)
+        facts = self._once(step_facts, config, model.lm, options.fact_tokens, options.answer_tokens)
+        rehearsed = self._once(rehearse_lm, config, model, facts, device)
+        hypernet = self._once(rehearse_hypernet, config, model.layers, facts.edits, dtype)
+        lm_process = lm_role(config, model, facts, rehearsed, device)
+        actor = hypernet_role(config, hypernet, actor_device)
+        moved = find_transfers(config, model, facts, rehearsed, hypernet)
+        bandwidths = options.bandwidth or NETWORK, options.gather_bandwidth or GATHER[device]
+        stages = find_stages(config, rehearsed, hypernet, moved, rates, bandwidths)
         return Plan(
-            config,
-            model.num_parameters,
-            str(dtype).removeprefix("torch."),
-            [layer.name for layer in model.layers],
-            sum(map(len, facts.by_kind.values())),
-            max(_num_traced(facts, layer, config.editor.tokens) for layer in model.layers),
-            lm_process,
-            actor,
-            machine,
-            moved,
-            stages,
-            step_seconds(config, stages),
-            self._assumptions(config, model, facts, rehearsed, rates, (network, gather)),
-            find_equations(config, model.layers, facts.edits),
+            config=config,
+            parameters=model.num_parameters,
+            dtype=str(dtype).removeprefix("torch."),
+            layers=[layer.name for layer in model.layers],
+            facts=sum(map(len, facts.by_kind.values())),
+            edit_tokens=max(count_traced(model.layers, facts.edits, config.editor.tokens).values()),
+            lm=lm_process,
+            hypernet=actor,
+            machine=self._set_limits(lm_process, actor),
+            transfers=moved,
+            stages=stages,
+            step_seconds=step_seconds(config, stages),
+            assumptions=_assumptions(config, model, facts, rehearsed, rates, bandwidths),
+            equations=find_equations(config, model.layers, facts.edits),
         )
+
+    def _once(self, make: Callable[..., T], config: Config, *arguments: Any) -> T:
+        """What `make` gives; it is called once for all configs that agree in what it depends on."""
+        settings = repr(attrgetter(*_DEPENDS_ON[make])(config))
+        key = make, planned_dtype(config), find_devices(config), settings
+        if key not in self._made:
+            self._made[key] = make(config, *arguments)
+        return cast(T, self._made[key])
 
     def _set_limits(self, lm: Role, actor: Role) -> tuple[int, int] | None:
         """By option, a GPU's, or this machine's; in the last case all processes must fit together."""
-        has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        has, here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), []
         for role, given in ((lm, self.options.lm_memory), (actor, self.options.hypernet_memory)):
             role.limit = round(given * GB) if given is not None else GPU_MEMORY if role.device == "cuda" else has
-        here = [
-            role
-            for role, given in ((lm, self.options.lm_memory), (actor, self.options.hypernet_memory))
-            if role.device == "cpu" and given is None
-        ]
-        return (DRIVER + sum(role.total * role.processes for role in here), has) if here else None
-
-    def _assumptions(
-        self, config: Config, model: PlannedLM, facts: StepFacts, rehearsed: RehearsedLM, rates: tuple[Rates, Rates],
-        bandwidths: tuple[float, float],
-    ) -> list[str]:  # fmt: skip
-        number, width = rehearsed.largest
-        lines = [
-            f"model: {model.source}",
-            f"facts: {facts.source}; {rehearsed.micro_batches} micro-batches a step and worker, the largest of "
-            f"{number} × {width} tokens; it holds {rehearsed.trace_peak / GB:.2f} GB while traced and, with shifts, "
-            f"{rehearsed.meta_peak / GB:.2f} GB in the meta loss",
-            f"rates: LM {rates[0].describe(model.lm.dtype)}; hyper-network {rates[1].describe(torch.float32)}",
-            f"network {bandwidths[0] / 1e9:g} GB/s between processes",
-        ]
-        if config.lm.sharding == "zero3":
-            lines.append(f"ZeRO-3 gathers weights at {bandwidths[1] / 1e9:g} GB/s, and keeps up to 1e9 of them whole")
-        if "cuda" in find_devices(config):
-            lines.append("the host's memory is not planned: weights pass through it, and Ray's object store is in it")
-        if facts.recurring(config):
-            lines.append(f"facts that recur within the run: {', '.join(facts.recurring(config))}")
-        return lines
-
-    # --- what is rehearsed once --------------------------------------------------------------------------
-
-    def _model(self, config: Config, dtype: torch.dtype) -> PlannedLM:
-        key = _key(config, dtype, "model", "lm", "editor.layers", "editor.ffn")
-        return self._once("model", key, lambda: plan_lm(config, dtype))
-
-    def _step_facts(self, config: Config, dtype: torch.dtype) -> StepFacts:
-        drawn = ("training.equivalents_per_edit", "training.unrelated_per_edit")
-        lengths = (self.options.fact_tokens, self.options.answer_tokens)
-        pools = self._once(
-            "pools",
-            _key(config, None, "seed", "model", "data", *drawn),
-            lambda: find_pools(config, self._model(config, dtype).lm, *lengths),
-        )
-        key = _key(config, None, "seed", "model", "data", "training")
-        return self._once("facts", key, lambda: step_facts(config, pools))
-
-    def _lm(self, config: Config, dtype: torch.dtype) -> RehearsedLM:
-        names = ("model", "lm", "data", "training", "editor.layers", "editor.ffn", "editor.tokens")
-        key = _key(config, dtype, *names, "batch.token_budget", "cluster.lm_workers")
-        model, facts = self._model(config, dtype), self._step_facts(config, dtype)
-        return self._once("lm", key, lambda: rehearse_lm(config, model, facts, find_devices(config)[0]))
-
-    def _hypernet(self, config: Config, dtype: torch.dtype) -> RehearsedHypernet:
-        names = ("model", "data", "training", "editor", "batch.hypernet_rows", "cluster.hypernet_actors")
-        layers, edits = self._model(config, dtype).layers, self._step_facts(config, dtype).edits
-        key = _key(config, dtype, *names)
-        return self._once("hypernet", key, lambda: rehearse_hypernet(config, layers, edits, dtype))
-
-    def _both_rates(self, config: Config, devices: tuple[str, str], dtype: torch.dtype) -> tuple[Rates, Rates]:
-        """Rates of an LM worker and of an actor; a rate given for the LM's device does not hold for another device."""
-
-        def rates(device: str, processes: int) -> Rates:
-            known = (device, dtype, processes, self.options.gflops if device == devices[0] else None)
-            return self._once("rates", repr(known), lambda: find_rates(*known, self.options.measure))
-
-        return rates(devices[0], config.cluster.lm_workers), rates(devices[1], config.cluster.hypernet_actors)
-
-    def _once(self, what: str, key: str, make: Callable[[], T]) -> T:
-        """What `make` gives; it is called once for each key."""
-        if (what, key) not in self._made:
-            self._made[what, key] = make()
-        return cast(T, self._made[what, key])
+            if given is None and role.device == "cpu":
+                here.append(role.total * role.processes)
+        return (DRIVER + sum(here), has) if here else None
 
 
 def find_devices(config: Config) -> tuple[str, str]:
@@ -226,10 +176,6 @@ def find_devices(config: Config) -> tuple[str, str]:
     return lm, "cuda" if actors else "cpu"
 
 
-def _with_overlap(config: Config, overlap: bool) -> Config:
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"overlap": overlap})})
-
-
 def planned_dtype(config: Config) -> torch.dtype:
     """The LM's, as `model.dtype` says or as its device would have it."""
     if config.model.dtype != "auto":
@@ -237,16 +183,23 @@ def planned_dtype(config: Config) -> torch.dtype:
     return torch.bfloat16 if find_devices(config)[0] == "cuda" else torch.float32
 
 
-def _num_traced(facts: StepFacts, layer: LayerSpec, tokens: str) -> int:
-    return sum(fact.num_traced(layer.stack, tokens) for fact in facts.edits)
-
-
-def _key(config: Config, dtype: torch.dtype | None, *names: str) -> str:
-    """These parts of the config as text."""
-    parts: list[Any] = [dtype]
-    for name in names:
-        value: Any = config
-        for part in name.split("."):
-            value = getattr(value, part)
-        parts.append(value)
-    return repr(parts)
+def _assumptions(
+    config: Config, model: PlannedLM, facts: StepFacts, rehearsed: RehearsedLM, rates: Sequence[Rates],
+    bandwidths: tuple[float, float],
+) -> list[str]:  # fmt: skip
+    number, width = rehearsed.largest
+    lines = [
+        f"model: {model.source}",
+        f"facts: {facts.source}; {rehearsed.micro_batches} micro-batches a step and worker, the largest of "
+        f"{number} × {width} tokens; it holds {rehearsed.trace_peak / GB:.2f} GB while traced and, with shifts, "
+        f"{rehearsed.meta_peak / GB:.2f} GB in the meta loss",
+        f"rates: LM {rates[0].describe(model.lm.dtype)}; hyper-network {rates[1].describe(torch.float32)}",
+        f"network {bandwidths[0]:g} GB/s between processes",
+    ]
+    if config.lm.sharding == "zero3":
+        lines.append(f"ZeRO-3 gathers weights at {bandwidths[1]:g} GB/s, and keeps up to 1e9 of them whole")
+    if "cuda" in find_devices(config):
+        lines.append("the host's memory is not planned: weights pass through it, and Ray's object store is in it")
+    if facts.recurring(config):
+        lines.append(f"facts that recur within the run: {', '.join(facts.recurring(config))}")
+    return lines

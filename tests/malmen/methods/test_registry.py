@@ -17,7 +17,7 @@ from malmen.edit_method import PlainEdit, UntrainedMethod, require_facts
 from malmen.lm.layers import LayerSpec, find_layers
 from malmen.lm.model import LanguageModel
 from malmen.methods.registry import METHODS, Method
-from malmen.platform.cli.method import check_method, load_method
+from malmen.platform.cli.edit import check_method, load_method
 from malmen.tune.experiments.cells import Cells, groups_of
 from malmen.tune.experiments.findings import findings
 from malmen.tune.experiments.results import write_results

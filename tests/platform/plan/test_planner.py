@@ -12,7 +12,7 @@ import torch
 from malmen.config import Config, load_config
 from malmen.errors import EditError
 from malmen.platform.plan.advice import advise, change
-from malmen.platform.plan.data import find_pools, step_facts
+from malmen.platform.plan.data import step_facts
 from malmen.platform.plan.lm import plan_lm
 from malmen.platform.plan.memory import GB, MB
 from malmen.platform.plan.planner import DRIVER, Planner, PlanOptions, find_devices, planned_dtype
@@ -44,9 +44,9 @@ def _builtin(*overrides: str) -> Config:
 def test_a_plan_is_of_a_step_of_the_configs_size() -> None:
     config = _builtin("training.num_edits=300", "training.unrelated_per_edit=2")
     planned = plan_lm(config, torch.float32)
-    found = step_facts(config, find_pools(config, planned.lm))
+    found = step_facts(config, planned.lm)
     assert [len(some) for some in found.by_kind.values()] == [300, 300, 600]
-    given = step_facts(config, find_pools(config, planned.lm, fact_tokens=20, answer_tokens=5))
+    given = step_facts(config, planned.lm, fact_tokens=20, answer_tokens=5)
     assert {(fact.length, len(fact.targets)) for fact in given.edits} == {(19, 5)}
 
 
@@ -74,7 +74,7 @@ def test_reading_the_keys_to_preserve_counts_where_it_is_the_most(planner: Plann
     """One edit takes little; the sums of u uᵀ in float64 are there before the first step, whatever the edits."""
     small = ["training.num_edits=1", "editor.rank=64", "editor.layers=last:6", "batch.token_budget=64"]
     config = load_config(CONFIGS / "gpt2.yaml", [*small, "editor.preserved_weight=1"])
-    items = {item.name: item.bytes for item in planner.plan(config).lm.items}
+    items = planner.plan(config).lm.items
     assert items["moments of the keys to preserve, before the first step"] == 6 * 8 * 3072**2
 
 
@@ -94,7 +94,7 @@ def test_zero3_divides_the_weights_of_a_large_model(planner: Planner) -> None:
     config = load_config(CONFIGS / "llama-3-70b.yaml", ["editor.layers=last:1", "training.num_edits=64"])
     plan = planner.plan(config)
     weights = plan_lm(config, torch.bfloat16).weight_bytes
-    items = {item.name: item.bytes for item in plan.lm.items}
+    items = plan.lm.items
     assert items["weights, 1/8"] == pytest.approx(weights / 8, abs=1)
     assert items["whole weights gathered at once"] < weights / 50
     assert plan.lm.device == plan.hypernet.device == "cuda" and plan.machine is None
