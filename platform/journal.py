@@ -1,5 +1,5 @@
-"""What the driver does with the events of a run: the journal writes the history, which the tracker sends to MLflow,
-informs the listener, and counts losses."""
+"""What the driver does with the events of a run: it writes the history, sends it to MLflow, informs the listener and
+counts losses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Listener:
 
 
 class Journal:
-    """What the driver does with events: it writes the history, informs the listener and counts losses."""
+    """Writes down a run's events."""
 
     def __init__(self, folder: RunFolder, tracker: Tracker, listener: Listener) -> None:
         self.folder, self.tracker, self.listener = folder, tracker, listener
@@ -45,26 +45,22 @@ class Journal:
             case events.Began(step):
                 self._begin(step)
             case events.StepDone(step) if step > self.step:
-                self.folder.add(dict(vars(event)))
-                self.tracker.stamp()
+                self._add(dict(vars(event)))
                 self.losses.clear()
                 report = StepReport(
                     event.generalization_loss, event.locality_loss, event.meta_loss, event.grad_norm, event.seconds
                 )
                 self.listener.step(step, report)
             case events.Evaluated(step, scores) if not self.folder.has_scores(step):
-                self.folder.add(dict(vars(event)))
-                self.tracker.stamp()
+                self._add(dict(vars(event)))
                 self.folder.flush()
                 self.listener.evaluation(step, scores)
             case events.Saving():
                 self.folder.flush()
             case events.Saved(step):
                 check_shared(self.folder.store, step)
-            case events.ActorsLost(reason):
-                self._count_loss("hypernet actors", reason)
-            case events.WorkersLost(reason):
-                self._count_loss("LM workers", reason)
+            case events.Lost(role, reason):
+                self._count_loss(role, reason)
             case events.Remark(text):
                 self.listener.event(text)
             case events.Failed(error):
@@ -76,7 +72,12 @@ class Journal:
         if not self.begun:
             self.begun = True
             self.folder.cut(step)
-            self.tracker.follow(self.folder.history)
+            for row in self.folder.history:
+                self.tracker.log_row(row)
+
+    def _add(self, row: dict[str, Any]) -> None:
+        self.folder.add(row)
+        self.tracker.log_row(row)
 
     def _count_loss(self, role: str, reason: str) -> None:
         self.losses[role] += 1

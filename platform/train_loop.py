@@ -45,7 +45,7 @@ class LoopSettings:
 
 
 def train_loop(settings: Mapping[str, Any]) -> None:
-    """Runs in each LM worker process that Ray Train starts (lm_workers.py). An EditError is a message for people: it
+    """Runs in each LM worker process that Ray Train starts (train.py). An EditError is a message for people: it
     ends the run, where any other error makes the driver start the LM workers again."""
     loop: LoopSettings = ray.get(settings["loop"], timeout=60)
     context = get_context()
@@ -101,7 +101,7 @@ class Rank:
                 if self._stopped():  # the driver has ended the actors
                     return
                 logger.warning("after step %s: %s; restoring the hypernet actors", step, error)
-                self._post(events.ActorsLost(str(error)))
+                self._post(events.Lost("hypernet actors", str(error)))
                 step = None
 
     # --- restoring ----------------------------------------------------------------------------------------
