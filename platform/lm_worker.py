@@ -51,10 +51,6 @@ class LMWorker(LMSide):
         """The type in which shifts travel: that of the leaves of stage (iv)."""
         return str(torch.promote_types(self.lm.dtype, torch.float32)).removeprefix("torch.")
 
-    def key_moments(self) -> Iterator[dict[str, Tensor]]:
-        """E[u uᵀ] of the keys that edits are to leave alone, a few layers at a time."""
-        return self.preserved_moments(self.sampler.records(0))
-
     def meta_backward(
         self, step: int, batch: MetaBatch, shifts: Mapping[str, Tensor]
     ) -> tuple[MetaLosses, dict[str, Tensor]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from malmen.lm.trace import Traces
 from malmen.lm_side import MetaLosses
@@ -12,14 +11,6 @@ from malmen.meta import Stopwatch, naming_records
 from malmen.platform.events import LMReport, StepDone
 from malmen.platform.hypernet_group import HypernetGroup
 from malmen.platform.lm_worker import LMWorker
-
-
-@dataclass(frozen=True)
-class Stepped:
-    """A finished step, and the traces of the next one if they were computed meanwhile."""
-
-    done: StepDone | None  # on rank 0, which asks the actors
-    ahead: Traces | None
 
 
 def meta_step(
@@ -30,10 +21,13 @@ def meta_step(
     *,
     overlap: bool,
     keep: Callable[[LMReport], None],
-) -> Stepped:
+) -> tuple[StepDone | None, Traces | None]:
     """Algorithm 2 and the Adam step. LM ranks and actors work in turn, except that with `overlap` the ranks trace the
     next step's edits while the actors back-propagate this one's: traces depend on the frozen weights only, so that is
-    exact. `keep` gets the LM side's report before the actors end the step: no rank may be left to hear of the end."""
+    exact. `keep` gets the LM side's report before the actors end the step: no rank may be left to hear of the end.
+
+    Returns the finished step, on rank 0 only, and the traces of the next one if there are any.
+    """
     begin = time.perf_counter()
     watch, batch, sent_before = Stopwatch(), worker.sampler.batch(step), group.bytes_sent
     last = step + 1 >= worker.config.training.steps
@@ -68,7 +62,7 @@ def meta_step(
     with naming_records(step, batch), worker.together(f"waiting for the end of step {step}", watch.seconds, "wait"):
         actors = group.finish(pending)
     wall = time.perf_counter() - begin
-    return Stepped(StepDone.join(report, actors, watch.seconds, wall) if actors else None, ahead)
+    return StepDone.join(report, actors, watch.seconds, wall) if actors else None, ahead
 
 
 def _report(

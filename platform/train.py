@@ -2,7 +2,7 @@
 
 The driver starts the processes of a run: the board, the hypernet actors (hypernet_group.py) and the LM workers: a Ray
 Train run whose processes hold a language model (lm_worker.py) and run the loop of train_loop.py. Then it writes down
-their events (journal.py), starts lost LM workers again, and says who waits for whom if nothing happens any more. No
+their events, starts lost LM workers again, and says who waits for whom if nothing happens any more. No
 tensor passes through it.
 """
 
@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -29,19 +31,30 @@ from malmen.data.splits import check_held_out, data_fingerprint
 from malmen.errors import EditError, RunStopped, last_line
 from malmen.lm.layers import LayerSpec, find_layers
 from malmen.lm.model import load_skeleton
+from malmen.meta import StepReport
+from malmen.platform import events
 from malmen.platform.cluster import Roles, actor_options, check_room, connected, size_roles
-from malmen.platform.events import Board, Event, Lost
+from malmen.platform.events import Board, Event
 from malmen.platform.hypernet_group import HypernetGroup
-from malmen.platform.journal import Journal
-from malmen.platform.journal import Listener as Listener
-from malmen.platform.places import check_lasting, in_ray_job, ray_train_folder
+from malmen.platform.places import check_lasting, check_shared, in_ray_job
 from malmen.platform.tracking.registry import RegisteredEditor, describe_checkpoint
 from malmen.platform.tracking.tracker import Tracker
 from malmen.platform.train_loop import LoopSettings, train_loop
 from malmen.runs.checkpoint_lookup import read_state
 from malmen.runs.run_folder import RunFolder
+from malmen.runs.storage import RunStore
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Listener:
+    """Callbacks of a run. `stopped` says whether it is to end before its last step."""
+
+    step: Callable[[int, StepReport], None] = lambda _step, _report: None
+    evaluation: Callable[[int, dict[str, Any]], None] = lambda _step, _scores: None
+    event: Callable[[str], None] = lambda _text: None
+    stopped: Callable[[], bool] = lambda: False
 
 
 @dataclass
@@ -105,6 +118,100 @@ def train(
     return trained
 
 
+def _finish(config: Config, folder: RunFolder, tracker: Tracker, seconds: float, register: bool) -> TrainedEditor:
+    """The newest checkpoint; with `register`, uploads it to MLflow and registers it."""
+    names = folder.store.checkpoints()
+    if not names:
+        raise EditError(f"the run ended without a checkpoint in {folder.store.location}")
+    checkpoint = folder.store.join(names[-1])
+    state = read_state(checkpoint)
+    registered = None
+    if register:
+        with folder.store.fetch(names[-1], without=["optimizer.safetensors"]) as local:
+            registered = tracker.register(local, *describe_checkpoint(local, config))
+    return TrainedEditor(
+        folder.store.location,
+        checkpoint,
+        state["step"],
+        state["scores"],
+        seconds,
+        folder.history,
+        tracker.run_id,
+        registered,
+    )
+
+
+# --- what happens in a run -----------------------------------------------------------------------------------
+
+
+class Journal:
+    """Writes down a run's events."""
+
+    def __init__(self, folder: RunFolder, tracker: Tracker, listener: Listener) -> None:
+        self.folder, self.tracker, self.listener = folder, tracker, listener
+        self.begun = False
+        self.losses: Counter[str] = Counter()  # by role, since the newest step
+
+    @property
+    def step(self) -> int:
+        """The newest step in the history."""
+        return int(self.folder.history[-1]["step"]) if self.folder.history else 0
+
+    def write(self, event: Event) -> None:
+        """Handle one event. Steps and evaluations that are repeated after a loss count once."""
+        match event:
+            case events.Began(step):
+                self._begin(step)
+            case events.StepDone(step) if step > self.step:
+                self._add(dict(vars(event)))
+                self.losses.clear()
+                report = StepReport(
+                    event.generalization_loss, event.locality_loss, event.meta_loss, event.grad_norm, event.seconds
+                )
+                self.listener.step(step, report)
+            case events.Evaluated(step, scores) if not self.folder.has_scores(step):
+                self._add(dict(vars(event)))
+                self.folder.flush()
+                self.listener.evaluation(step, scores)
+            case events.Saving():
+                self.folder.flush()
+            case events.Saved(step):
+                check_shared(self.folder.store, step)
+            case events.Lost(role, reason):
+                self._count_loss(role, reason)
+            case events.Remark(text):
+                self.listener.event(text)
+            case events.Failed(error):
+                raise error
+
+    def _begin(self, step: int) -> None:
+        """When the ranks begin for the first time, later rows in the history are those of steps that a killed driver
+        did not save. Ranks that begin again repeat steps that are written, to the same numbers."""
+        if not self.begun:
+            self.begun = True
+            self.folder.cut(step)
+            for row in self.folder.history:
+                self.tracker.log_row(row)
+
+    def _add(self, row: dict[str, Any]) -> None:
+        self.folder.add(row)
+        self.tracker.log_row(row)
+
+    def _count_loss(self, role: str, reason: str) -> None:
+        self.losses[role] += 1
+        limit = self.folder.config.cluster.max_failures
+        if self.losses[role] > limit:
+            raise EditError(
+                f"{role} were lost {self.losses[role]} times before step {self.step + 1} was done, more than "
+                f"cluster.max_failures={limit}; the last time: {reason}. The same command resumes the run from its "
+                "last checkpoint"
+            )
+        self.listener.event(f"after step {self.step}: {role} were lost ({reason}); restoring them")
+
+
+# --- its processes --------------------------------------------------------------------------------------------
+
+
 @dataclass
 class Processes:
     """The processes of a run: board and hypernet actors, which the loop knows, and LM workers."""
@@ -121,15 +228,15 @@ class Processes:
         stall_seconds, last = self.loop.config.cluster.stall_seconds, time.monotonic()
         while True:
             running = self.workers.is_alive()
-            events = ray.get(self.loop.board.take.remote(), timeout=60)
-            for event in events:
+            taken = ray.get(self.loop.board.take.remote(), timeout=60)
+            for event in taken:
                 yield event
                 last = time.monotonic()
-            if not running and not events:
+            if not running and not taken:
                 reason = self.workers.loss()
                 if reason is None:
                     return
-                yield Lost("LM workers", reason)
+                yield events.Lost("LM workers", reason)
                 self.workers, last = start_lm_workers(self.loop, self.roles), time.monotonic()
             if stopped():
                 raise RunStopped("the run was stopped before its last step; the same command resumes it")
@@ -139,7 +246,7 @@ class Processes:
                     f"nothing happened for cluster.stall_seconds={stall_seconds:g}; who does what: "
                     f"{'; '.join(activities)}"
                 )
-            if not events:
+            if not taken:
                 self.workers.join(0.1)
 
     def end_workers(self) -> None:
@@ -203,6 +310,10 @@ def start_lm_workers(loop: LoopSettings, roles: Roles) -> LMWorkers:
     if config.model.device == SPLIT:  # over a worker's own GPUs, and not over those of its neighbours on the node
         os.environ["TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES"] = "0"
     os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # relative paths of models and data mean what they do here
+    # Ray Train's own notes, which hold no checkpoint: on this machine if the run is at a URL.
+    elsewhere = Path(tempfile.gettempdir()) / f"malmen-ray-train-{os.getuid()}"
+    store = RunStore(loop.run)
+    notes = store.join(".ray_train") if store.is_local else elsewhere
     trainer = TorchTrainer(
         train_loop,
         # As a reference: Ray Train's controller would otherwise unpack it, and import all of transformers for nothing.
@@ -211,36 +322,13 @@ def start_lm_workers(loop: LoopSettings, roles: Roles) -> LMWorkers:
             num_workers=config.cluster.lm_workers, use_gpu=gpu, resources_per_worker=dict(roles.lm) or {"CPU": 0}
         ),
         torch_config=TorchConfig(backend="nccl" if gpu else "gloo", timeout_s=int(config.cluster.stall_seconds)),
-        # Ray Train's own notes. A new name each time: with the same one it would silently resume. No FailureConfig:
-        # Ray counts failures over the whole run, and cluster.max_failures from step to step, so the driver counts.
-        run_config=RunConfig(name=f"train-{os.getpid()}-{time.time_ns()}", storage_path=ray_train_folder(loop.run)),
+        # A new name each time: with the same one it would silently resume. No FailureConfig: Ray counts failures over
+        # the whole run, and cluster.max_failures from step to step, so the driver counts.
+        run_config=RunConfig(name=f"train-{os.getpid()}-{time.time_ns()}", storage_path=str(notes)),
     )
     workers = LMWorkers(trainer)
     workers.start()
     return workers
-
-
-def _finish(config: Config, folder: RunFolder, tracker: Tracker, seconds: float, register: bool) -> TrainedEditor:
-    """The newest checkpoint; with `register`, uploads it to MLflow and registers it."""
-    names = folder.store.checkpoints()
-    if not names:
-        raise EditError(f"the run ended without a checkpoint in {folder.store.location}")
-    checkpoint = folder.store.join(names[-1])
-    state = read_state(checkpoint)
-    registered = None
-    if register:
-        with folder.store.fetch(names[-1], without=["optimizer.safetensors"]) as local:
-            registered = tracker.register(local, *describe_checkpoint(local, config))
-    return TrainedEditor(
-        folder.store.location,
-        checkpoint,
-        state["step"],
-        state["scores"],
-        seconds,
-        folder.history,
-        tracker.run_id,
-        registered,
-    )
 
 
 if __name__ == "__main__":

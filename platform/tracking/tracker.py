@@ -81,9 +81,9 @@ class Tracker:
         self._status: Status | None = None  # as which the run is to end
         self._finishing, self._ended = threading.Event(), False
         if self.client is not None and self.run_id is not None:
+            self._watcher = start_watcher(self.uri, self.run_id, self.driver)
             marks = {name: self.client.get_metric_history(self.run_id, name) for name in _MARKS}
             self._stored = {(name, metric.step) for name, metrics in marks.items() for metric in metrics}
-            self._watcher = start_watcher(self.uri, self.run_id, self.driver)
             self._sender = threading.Thread(
                 target=self._keep_sending, args=(self.client, self.run_id), name="mlflow", daemon=True
             )

@@ -9,8 +9,8 @@ import pytest
 from malmen.config import Config
 from malmen.errors import EditError, UsageError
 from malmen.platform.events import Began, Evaluated, Failed, Lost, Saved, Saving, StepDone
-from malmen.platform.journal import Journal, Listener
 from malmen.platform.tracking.tracker import Tracker
+from malmen.platform.train import Journal, Listener
 from malmen.runs.run_folder import HISTORY, RunFolder
 from malmen.runs.storage import RunStore
 
