@@ -37,7 +37,7 @@ from malmen.platform.cluster import Roles, actor_options, check_room, connected,
 from malmen.platform.events import Board, Event
 from malmen.platform.hypernet_group import HypernetGroup
 from malmen.platform.places import check_lasting, check_shared, in_ray_job
-from malmen.platform.tracking.registry import RegisteredEditor, describe_checkpoint
+from malmen.platform.tracking.registry import RegisteredEditor
 from malmen.platform.tracking.tracker import Tracker
 from malmen.platform.train_loop import LoopSettings, train_loop
 from malmen.runs.checkpoint_lookup import read_state
@@ -113,12 +113,12 @@ def train(
                         journal.write(event)
             finally:
                 folder.flush()
-            trained = _finish(config, folder, tracker, time.perf_counter() - start, register)
+            trained = _finish(folder, tracker, time.perf_counter() - start, register)
         folder.begin({"finished": True})  # only now: the same command registers what a killed one has not
     return trained
 
 
-def _finish(config: Config, folder: RunFolder, tracker: Tracker, seconds: float, register: bool) -> TrainedEditor:
+def _finish(folder: RunFolder, tracker: Tracker, seconds: float, register: bool) -> TrainedEditor:
     """The newest checkpoint; with `register`, uploads it to MLflow and registers it."""
     names = folder.store.checkpoints()
     if not names:
@@ -128,7 +128,7 @@ def _finish(config: Config, folder: RunFolder, tracker: Tracker, seconds: float,
     registered = None
     if register:
         with folder.store.fetch(names[-1], without=["optimizer.safetensors"]) as local:
-            registered = tracker.register(local, *describe_checkpoint(local, config))
+            registered = tracker.register(local)
     return TrainedEditor(
         folder.store.location,
         checkpoint,

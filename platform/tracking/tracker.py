@@ -155,15 +155,14 @@ class Tracker:
         except store_errors() as error:
             logger.warning("%s could not be written to %s: %s", name, redact_credentials(self.uri), brief(error))
 
-    def register(self, checkpoint: Path, base_model: str, metrics: Metrics, card: str) -> RegisteredEditor | None:
+    def register(self, checkpoint: Path) -> RegisteredEditor | None:
         """A new version of the editor in the model registry."""
         if self.client is None or self.run_id is None:
             return None
-        from malmen.platform.tracking.registry import register_editor, registered_name
+        from malmen.platform.tracking.registry import register_editor
 
         with clear_errors(self.uri):
-            name = registered_name(self.config)
-            return register_editor(self.client, self.run_id, name, checkpoint, base_model, metrics, card)
+            return register_editor(self.client, self.run_id, checkpoint, self.config)
 
     def finish(self, status: Status = "FINISHED") -> None:
         """Send the rest and end the run; where the store is away, the watcher keeps trying to end it."""

@@ -78,7 +78,7 @@ def test_a_tracker_that_is_switched_off_does_nothing(tmp_path: Path) -> None:
     with start(tmp_path, tracking={"enabled": False}) as tracker:
         tracker.log(1, {"meta_loss": 1.0})
         tracker.log_artifacts(tmp_path, "folder")
-        assert tracker.register(tmp_path, "fingerprint", {}, "card") is None
+        assert tracker.register(tmp_path) is None
         assert tracker.run_id is None
     assert list(tmp_path.iterdir()) == []
 
