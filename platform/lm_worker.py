@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -71,19 +70,15 @@ class LMWorker(LMSide):
     # --- the ranks together ---------------------------------------------------------------------------------
 
     @contextmanager
-    def together(self, doing: str, seconds: dict[str, float] | None = None, stage: str = "") -> Iterator[None]:
-        """A request of all ranks to the actors: if it fails on one rank, it fails on all. Its seconds are added to a
-        stage."""
+    def together(self, doing: str) -> Iterator[None]:
+        """A request of all ranks to the actors: if it fails on one rank, it fails on all."""
         self.note(doing)
-        begin = time.perf_counter()
         mine: HypernetLost | EditError | None = None
         try:
             yield
         except (HypernetLost, EditError) as error:
             mine = error
         failures = [failure for failure in self.gather(mine) if failure is not None]
-        if seconds is not None:
-            seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - begin
         for failure in sorted(failures, key=lambda failure: isinstance(failure, HypernetLost)):  # a lost actor last
             raise failure
 

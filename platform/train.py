@@ -40,7 +40,7 @@ from malmen.platform.places import check_lasting, check_shared, in_ray_job
 from malmen.platform.tracking.registry import RegisteredEditor
 from malmen.platform.tracking.tracker import Tracker
 from malmen.platform.train_loop import LoopSettings, train_loop
-from malmen.runs.checkpoint_lookup import read_state
+from malmen.runs.checkpoint_lookup import latest_checkpoint, read_state
 from malmen.runs.run_folder import RunFolder
 from malmen.runs.storage import RunStore
 
@@ -120,14 +120,11 @@ def train(
 
 def _finish(folder: RunFolder, tracker: Tracker, seconds: float, register: bool) -> TrainedEditor:
     """The newest checkpoint; with `register`, uploads it to MLflow and registers it."""
-    names = folder.store.checkpoints()
-    if not names:
-        raise EditError(f"the run ended without a checkpoint in {folder.store.location}")
-    checkpoint = folder.store.join(names[-1])
+    checkpoint = latest_checkpoint(folder.store.location)
     state = read_state(checkpoint)
     registered = None
     if register:
-        with folder.store.fetch(names[-1], without=["optimizer.safetensors"]) as local:
+        with RunStore(checkpoint).fetch(without=["optimizer.safetensors"]) as local:
             registered = tracker.register(local)
     return TrainedEditor(
         folder.store.location,
@@ -160,8 +157,13 @@ class Journal:
     def write(self, event: Event) -> None:
         """Handle one event. Steps and evaluations that are repeated after a loss count once."""
         match event:
-            case events.Began(step):
-                self._begin(step)
+            case events.Began(step) if not self.begun:
+                # Later rows are those of steps that a killed driver did not save. Ranks that begin again repeat steps
+                # that are written, to the same numbers.
+                self.begun = True
+                self.folder.cut(step)
+                for row in self.folder.history:
+                    self.tracker.log_row(row)
             case events.StepDone(step) if step > self.step:
                 self._add(dict(vars(event)))
                 self.losses.clear()
@@ -183,15 +185,6 @@ class Journal:
                 self.listener.event(text)
             case events.Failed(error):
                 raise error
-
-    def _begin(self, step: int) -> None:
-        """When the ranks begin for the first time, later rows in the history are those of steps that a killed driver
-        did not save. Ranks that begin again repeat steps that are written, to the same numbers."""
-        if not self.begun:
-            self.begun = True
-            self.folder.cut(step)
-            for row in self.folder.history:
-                self.tracker.log_row(row)
 
     def _add(self, row: dict[str, Any]) -> None:
         self.folder.add(row)

@@ -139,9 +139,8 @@ class Rank:
                     self.group.put_moments(moments)
 
     def _saved_step(self) -> int | None:
-        store = RunStore(self.loop.run)
-        names = store.checkpoints()
-        return int(read_state(store.join(names[-1]))["step"]) if names else None
+        run = self.loop.run
+        return int(read_state(run)["step"]) if RunStore(run).checkpoints() else None
 
     def _newest_checkpoint(self) -> str | None:
         if not RunStore(self.loop.run).checkpoints():

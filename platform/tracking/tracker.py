@@ -197,7 +197,8 @@ class Tracker:
 
     def _keep_sending(self, client: MlflowClient, run_id: str) -> None:
         """Until the run is to end."""
-        failing, status = False, None
+        failing = False
+        status: Status | None = None
         while status is None:
             self._finishing.wait(self.send_seconds)
             status = self._status  # as it was before the last rows are sent
