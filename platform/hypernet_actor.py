@@ -56,8 +56,7 @@ class Solution:
     """An actor's part of a solve."""
 
     shifts: dict[str, Any]  # references to S* (value, key), of the layers that this actor leads
-    residual_sum: float = 0.0
-    residual_count: int = 0  # tokens; 0 in training, which needs no residuals
+    residuals: list[float]  # of its tokens; none in training, which needs no residuals
 
 
 class StaleCall(RuntimeError):
@@ -176,7 +175,7 @@ class HypernetActor:
                 led = {name: shift for name, shift in self._solved.shifts.items() if self.editor.shards.leads(name)}
                 shifts = {name: ray.put(to_array(shift.to(getattr(torch, dtype)))) for name, shift in led.items()}
                 residuals = self._solved.residuals().tolist() if step is None else []
-                self._solutions = {step: Solution(shifts, float(sum(residuals)), len(residuals))}
+                self._solutions = {step: Solution(shifts, residuals)}
         return self._solutions[step]
 
     def put_grads(self, generation: str, step: int, grads: Arrays) -> None:

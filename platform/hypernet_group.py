@@ -6,7 +6,8 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import ray
@@ -39,7 +40,7 @@ class HypernetGroup:
     config: Config
     run: str  # where checkpoints go
     generation: str = ""
-    bytes_sent: int = field(default=0)
+    bytes_sent: int = 0
 
     def __post_init__(self) -> None:
         self.plan = divide([layer.name for layer in self.layers], len(self.actors))
@@ -88,9 +89,8 @@ class HypernetGroup:
         refs = {name: ref for solution in solutions for name, ref in solution.shifts.items()}
         arrays = dict(zip(refs, self._get(list(refs.values())), strict=True))
         self.bytes_sent += num_bytes(arrays)
-        count = sum(solution.residual_count for solution in solutions)
-        mean = sum(solution.residual_sum for solution in solutions) / count if count else None
-        return {name: to_tensor(array) for name, array in arrays.items()}, mean
+        residuals = [residual for solution in solutions for residual in solution.residuals]
+        return {name: to_tensor(array) for name, array in arrays.items()}, fmean(residuals) if residuals else None
 
     def put_grads(self, step: int, grads: Mapping[str, Tensor]) -> None:
         """(iv) Send each layer's gradient to every actor that has tokens of it."""
@@ -199,8 +199,7 @@ class HypernetGroup:
                 f"no answer within cluster.stall_seconds={seconds:g}: {'; '.join(self.status())}"
             ) from error
         except EditError as error:  # raised by the editor in the actor: a message, not a failure of the machinery
-            cause = getattr(error, "cause", error)
-            raise EditError(str(cause)) from None
+            raise EditError(str(getattr(error, "cause", error))) from None
         except RayTaskError as error:
             raise HypernetLost(last_line(error.cause if error.cause else error)) from error
         except RayError as error:
