@@ -353,6 +353,18 @@ def test_a_killed_driver_leaves_no_running_run(runs: Path, client: MlflowClient)
 
 @pytest.mark.slow  # another interpreter imports mlflow
 @pytest.mark.timeout(600)
+def test_a_run_whose_store_is_away_at_the_end_is_ended_by_the_watcher(
+    runs: Path, client: MlflowClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    with start(runs) as tracker:
+        tracker.log(1, {"meta_loss": 1.0})
+        tracker.uri = "http://127.0.0.1:1"  # where nobody answers; the watcher knows the real one
+    assert "could not be ended as FINISHED in http://127.0.0.1:1; 1 rows were not sent" in caplog.text
+    assert wait_for(lambda: run_of(client, tracker).info.status == "FINISHED", seconds=300)
+
+
+@pytest.mark.slow  # another interpreter imports mlflow
+@pytest.mark.timeout(600)
 def test_the_watcher_of_a_dead_driver_leaves_the_resumed_run_alone(runs: Path, client: MlflowClient) -> None:
     dead = start(runs)
     with Tracker.start(Config(), f"{runs}/a", {}, run_id=dead.run_id) as resumed:
