@@ -19,9 +19,6 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from malmen.config import ClusterConfig, ModelConfig
 from malmen.errors import EditError, UsageError
 
-# For roles that share cores: OpenMP threads that wait must not spin. Spinning was eight times slower.
-_SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
-
 
 @dataclass(frozen=True)
 class Roles:
@@ -40,9 +37,8 @@ def connected(address: str | None, config: ClusterConfig) -> Iterator[bool]:
 
     Yields whether the cluster is such a local one.
     """
-    os.environ.setdefault(
-        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2"
-    )  # default 2 s; how soon the driver sees that workers have ended
+    # How soon the driver sees that workers have ended; Ray's default is 2 s.
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
     if ray.is_initialized():
         yield False
         return
@@ -65,8 +61,9 @@ def _start_local(config: ClusterConfig) -> None:
     # Ray warns above three times this number of processes; a run has more of them than a small machine has cores.
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(max(16, os.cpu_count() or 1)))
     os.environ.setdefault("RAY_worker_niceness", "0")  # with Ray's 15 every other process goes first
-    if config.overlap:  # the cluster's processes inherit it; a runtime_env would rule out prestarted ones
-        os.environ.update(_SHARED_CORES)
+    if config.overlap:  # roles share cores: OpenMP threads that wait must not spin, which was eight times slower
+        # The cluster's processes inherit it; a runtime_env would rule out prestarted ones.
+        os.environ.update({"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"})
     try:
         ray.init(
             address="local",
@@ -115,8 +112,12 @@ def size_roles(config: ClusterConfig, model: ModelConfig, *, own: bool) -> Roles
     `own`: the cluster is a local one for this run alone.
     """
     lm_gpus, hypernet_gpus = share_gpus(config, model, ray.cluster_resources().get("GPU", 0.0))
-    _check_whole("cluster.lm_gpus", lm_gpus, config.lm_workers)
-    _check_whole("cluster.hypernet_gpus", hypernet_gpus, config.hypernet_actors)
+    for name, gpus, processes in (
+        ("cluster.lm_gpus", lm_gpus, config.lm_workers),
+        ("cluster.hypernet_gpus", hypernet_gpus, config.hypernet_actors),
+    ):
+        if processes > 1 and 0 < gpus < 1:
+            raise UsageError(f"{name}={gpus:g} for {processes} processes: NCCL needs a whole GPU for each; use 1, or 0")
     cores = os.cpu_count() or 1
     shared_cores = own and not lm_gpus  # then overlap gains nothing: threads wait for each other
     return Roles(
@@ -142,11 +143,6 @@ def share_gpus(config: ClusterConfig, model: ModelConfig, gpus: float) -> tuple[
     return lm_gpus, hypernet_gpus
 
 
-def _check_whole(name: str, gpus: float, processes: int) -> None:
-    if processes > 1 and 0 < gpus < 1:
-        raise UsageError(f"{name}={gpus:g} for {processes} processes: NCCL needs a whole GPU for each; use 1, or 0")
-
-
 def on_own_device(model: ModelConfig, gpus: Sequence[str] | None = None) -> ModelConfig:
     """`auto` is a GPU only in a process that Ray has given one; others that the process sees belong to others."""
     given = on_given_gpu(model, gpus)
@@ -169,10 +165,10 @@ def on_given_gpu(model: ModelConfig, gpus: Sequence[str] | None = None) -> Model
 
 def check_room(config: ClusterConfig, roles: Roles) -> None:
     """Wait, for a bounded time, until the cluster can hold all roles at once; an autoscaler sees the demand."""
-    bundles = [roles.lm] * config.lm_workers + [roles.hypernet] * config.hypernet_actors
-    if not any(bundles):  # any cluster holds processes that need nothing
+    needed = [process for process in _processes(config, roles) if process]
+    if not needed:  # any cluster holds processes that need nothing
         return
-    group = placement_group([bundle for bundle in bundles if bundle])
+    group = placement_group(needed)
     try:
         ray.get(group.ready(), timeout=config.wait_seconds)
     except GetTimeoutError as error:
@@ -185,13 +181,16 @@ def room_for_runs(
     config: ClusterConfig, roles: Roles, nodes: Sequence[Mapping[str, float]], free: Mapping[str, float]
 ) -> int:
     """How many such runs fit at the same time: each process on one node, all within the free resources."""
-    bundles = [roles.lm] * config.lm_workers + [roles.hypernet] * config.hypernet_actors
-    if not any(bundles):
-        return 1
+    processes = _processes(config, roles)
     left, free_left, runs = [dict(node) for node in nodes], dict(free), 0
-    while all(_reserve(bundle, left) and _reserve(bundle, [free_left]) for bundle in bundles):
+    while any(processes) and all(_reserve(process, left) and _reserve(process, [free_left]) for process in processes):
         runs += 1
     return max(1, runs)
+
+
+def _processes(config: ClusterConfig, roles: Roles) -> list[dict[str, float]]:
+    """The resources of each process of a run."""
+    return [roles.lm] * config.lm_workers + [roles.hypernet] * config.hypernet_actors
 
 
 def _reserve(bundle: Mapping[str, float], nodes: Sequence[dict[str, float]]) -> bool:
@@ -226,19 +225,15 @@ def _resources(cpus: float, gpus: float, custom: Mapping[str, float]) -> dict[st
 
 
 def _what_is_missing(config: ClusterConfig, roles: Roles) -> str:
-    total: dict[str, float] = {}
-    for count, resources in ((config.lm_workers, roles.lm), (config.hypernet_actors, roles.hypernet)):
-        for name, amount in resources.items():
-            total[name] = total.get(name, 0.0) + count * amount
-    existing = ray.cluster_resources()
-    missing = {
-        name: amount - existing.get(name, 0.0) for name, amount in total.items() if amount > existing.get(name, 0.0)
+    processes, existing = _processes(config, roles), ray.cluster_resources()
+    lack = {
+        name: sum(process.get(name, 0.0) for process in processes) - existing.get(name, 0.0)
+        for name in {**roles.lm, **roles.hypernet}
     }
-    why = (
-        f"missing {describe_resources(missing)}"
-        if missing
-        else "enough in total, but not free, or not on one node each"
-    )
+    missing = {name: amount for name, amount in lack.items() if amount > 0}
+    why = "enough in total, but not free, or not on one node each"
+    if missing:
+        why = f"missing {describe_resources(missing)}"
     return (
         f"the cluster cannot hold this run within cluster.wait_seconds={config.wait_seconds:g}: {why}. "
         f"Needed are {config.lm_workers} LM workers of {describe_resources(roles.lm)} and {config.hypernet_actors} "

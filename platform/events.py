@@ -1,15 +1,46 @@
-"""What the LM ranks report to the driver: events, which they post on the board (board.py), and the reports of a step.
+"""What the LM ranks report to the driver: events, and the board on which they post them.
 
-Light to import: the board's process holds these records and needs no torch.
+Light to import: the board's process needs no torch.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from malmen.errors import EditError
+
+# --- the two sides of a step ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LMReport:
+    """What rank 0 knows of a step before the actors' backward begins."""
+
+    step: int  # the first is 1
+    generalization_loss: float
+    locality_loss: float
+    meta_loss: float
+    seconds: dict[str, float]  # by stage
+    bytes_moved: int
+    cache_mb: float
+
+
+@dataclass(frozen=True)
+class ActorReport:
+    """What a hypernet actor knows of the last step it has done."""
+
+    step: int  # as in LMReport
+    grad_norm: float
+    damping: dict[str, float]  # by layer
+    edit_lr: dict[str, float]  # by layer
+    seconds: dict[str, float]  # by stage
+    memory: dict[str, float]  # peak in MB, by device
+
+
+# --- events -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -20,21 +51,14 @@ class Began:
 
 
 @dataclass(frozen=True)
-class StepDone:
-    """A step is done. The fields are those of its row in the history."""
+class StepDone(LMReport):
+    """A step is done: both sides of it. The fields are those of its row in the history."""
 
-    step: int  # the first is 1
-    generalization_loss: float
-    locality_loss: float
-    meta_loss: float
     grad_norm: float
-    seconds: dict[str, float]  # by stage
-    wall: float  # seconds in all; less than their sum where stages overlap
-    damping: dict[str, float]  # by layer
-    edit_lr: dict[str, float]  # by layer
-    bytes_moved: int
+    damping: dict[str, float]
+    edit_lr: dict[str, float]
     hypernet_memory: list[dict[str, float]]  # MB by device, for each actor
-    cache_mb: float
+    wall: float  # seconds in all; less than their sum where stages overlap
 
     @classmethod
     def join(
@@ -42,23 +66,12 @@ class StepDone:
     ) -> StepDone:
         """The two sides of a step. `seconds` are what rank 0 measured since its report."""
         assert {report.step for report in actors} == {lm.step}, (lm.step, [report.step for report in actors])
-        stages = {**lm.seconds, **seconds}
-        for stage in actors[0].seconds:
-            stages[stage] = max(report.seconds[stage] for report in actors)
-        return cls(
-            step=lm.step,
-            generalization_loss=lm.generalization_loss,
-            locality_loss=lm.locality_loss,
-            meta_loss=lm.meta_loss,
-            grad_norm=actors[0].grad_norm,
-            seconds=stages,
-            wall=sum(stages.values()) if wall is None else wall,
-            damping=actors[0].damping,
-            edit_lr=actors[0].edit_lr,
-            bytes_moved=lm.bytes_moved,
-            hypernet_memory=[report.memory for report in actors],
-            cache_mb=lm.cache_mb,
-        )
+        slowest = {stage: max(report.seconds[stage] for report in actors) for stage in actors[0].seconds}
+        stages = {**lm.seconds, **seconds, **slowest}
+        both = {**vars(actors[0]), **vars(lm), "seconds": stages}  # actors differ in seconds and memory only
+        del both["memory"]
+        wall = sum(stages.values()) if wall is None else wall
+        return cls(**both, hypernet_memory=[report.memory for report in actors], wall=wall)
 
 
 @dataclass(frozen=True)
@@ -85,16 +98,10 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class ActorsLost:
-    """Hypernet actors are lost; the ranks restore them."""
+class Lost:
+    """Processes of a role are lost: the ranks restore hypernet actors, the driver starts all LM workers again."""
 
-    reason: str
-
-
-@dataclass(frozen=True)
-class WorkersLost:
-    """LM workers are lost; the driver starts all of them again."""
-
+    role: str  # for people
     reason: str
 
 
@@ -112,32 +119,61 @@ class Failed:
     error: EditError
 
 
-Event = Began | StepDone | Evaluated | Saving | Saved | ActorsLost | WorkersLost | Remark | Failed
+Event = Began | StepDone | Evaluated | Saving | Saved | Lost | Remark | Failed
 
 
-# --- the two sides of a step ------------------------------------------------------------------------------
+# --- the board ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class LMReport:
-    """What rank 0 knows of a step before the actors' backward begins."""
+class Board:
+    """A small Ray actor on the driver's node: the ranks post events on it, and the driver takes them. It outlives the
+    ranks; if it is lost, so is the driver."""
 
-    step: int  # as in StepDone
-    generalization_loss: float
-    locality_loss: float
-    meta_loss: float
-    seconds: dict[str, float]  # by stage
-    bytes_moved: int
-    cache_mb: float
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._unwritten = False  # whether the driver holds events that it has not written yet
+        self._lm_report: LMReport | None = None
+        self._activities: dict[str, tuple[str, float]] = {}  # by process: what it does, and since when
+        self._stopped = False
 
+    def note(self, process: str, activity: str) -> None:
+        """What a process does from now on."""
+        self._activities[process] = (activity, time.time())
 
-@dataclass(frozen=True)
-class ActorReport:
-    """What a hypernet actor knows of the last step it has done."""
+    def activities(self) -> list[str]:
+        """What each process does, for people."""
+        now = time.time()
+        return [
+            f"{process}: {doing} for {now - since:.0f} s"
+            for process, (doing, since) in sorted(self._activities.items())
+        ]
 
-    step: int  # as in StepDone
-    grad_norm: float
-    damping: dict[str, float]  # by layer
-    edit_lr: dict[str, float]  # by layer
-    seconds: dict[str, float]  # by stage
-    memory: dict[str, float]  # peak in MB, by device
+    def post(self, event: Event) -> None:
+        """Add an event; the driver takes it."""
+        self._events.append(event)
+
+    def take(self) -> list[Event]:
+        """The events since the last call. A second call says that the driver has written those of the first."""
+        events, self._events = self._events, []
+        self._unwritten = bool(events)
+        return events
+
+    def written(self) -> bool:
+        """Whether the driver has written all events."""
+        return not (self._events or self._unwritten)
+
+    def keep(self, report: LMReport) -> None:
+        """Keep the LM side of a step: if the ranks are lost while the actors end it, their successors complete it."""
+        self._lm_report = report
+
+    def kept(self) -> LMReport | None:
+        """The LM side of the newest step."""
+        return self._lm_report
+
+    def stop(self) -> None:
+        """The run is to end before its last step."""
+        self._stopped = True
+
+    def stopped(self) -> bool:
+        """Whether it is."""
+        return self._stopped

@@ -56,8 +56,7 @@ class Solution:
     """An actor's part of a solve."""
 
     shifts: dict[str, Any]  # references to S* (value, key), of the layers that this actor leads
-    residual_sum: float = 0.0
-    residual_count: int = 0  # tokens; 0 in training, which needs no residuals
+    residuals: list[float]  # of its tokens; none in training, which needs no residuals
 
 
 class StaleCall(RuntimeError):
@@ -85,13 +84,17 @@ class HypernetActor:
 
     # --- joining, leaving, restoring ------------------------------------------------------------------
 
-    def leave(self) -> None:
-        """Leave the process group. That closes the connections, so peers that wait for this actor fail at once."""
+    def leave(self) -> Progress | None:
+        """Leave the process group. That closes the connections, so peers that wait for this actor fail at once.
+
+        Returns how far it is; None if it is fresh.
+        """
         self.generation, self.editor.shards = None, Shards()
         if dist.is_initialized():
             dist.destroy_process_group()
         self._store = None
         self._forget()
+        return None if self.fresh else self._progress()
 
     def open_store(self, world_size: int, seconds: float) -> tuple[str, int]:
         """Open the store through which the actors meet: its host and port. Called on the first actor only."""
@@ -101,9 +104,11 @@ class HypernetActor:
         )
         return host, self._store.port
 
-    def join(self, generation: str, world_rank: int, world_size: int, address: tuple[str, int], seconds: float) -> None:
-        """Join a new process group."""
-        if world_size > 1:
+    def join(
+        self, generation: str, world_rank: int, world_size: int, address: tuple[str, int] | None, seconds: float
+    ) -> None:
+        """Join a new process group; a single actor needs none, and no address."""
+        if address is not None:
             timeout = timedelta(seconds=seconds)
             store = self._store or dist.TCPStore(*address, world_size, is_master=False, timeout=timeout)
             backend = "nccl" if self.device.type == "cuda" else "gloo"
@@ -111,10 +116,6 @@ class HypernetActor:
             features = {layer.name: layer.key_size + layer.value_size for layer in self.layers}
             self.editor.shards = ProcessGroupShards(features)
         self.generation = generation
-
-    def progress(self) -> Progress | None:
-        """How far it is; None while it is fresh."""
-        return None if self.fresh else Progress(self.editor.steps_done, self._observed)
 
     def load(self, checkpoint: str | None) -> int:
         """Load θ, Adam and normalisers of a checkpoint, or the seeded start without one; returns the steps done."""
@@ -132,9 +133,10 @@ class HypernetActor:
 
     def snapshot(self) -> Snapshot:
         """Its state, for `restore` of a peer."""
-        progress = Progress(self.editor.steps_done, self._observed)
+        if self.fresh:
+            raise StaleCall("it was lost after it left the group")
         editor, optimizer = to_arrays(self.editor.state_dict()), to_arrays(self.editor.optimizer_state())
-        return Snapshot(editor, optimizer, progress, self._report)
+        return Snapshot(editor, optimizer, self._progress(), self._report)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Become a peer's equal."""
@@ -173,7 +175,7 @@ class HypernetActor:
                 led = {name: shift for name, shift in self._solved.shifts.items() if self.editor.shards.leads(name)}
                 shifts = {name: ray.put(to_array(shift.to(getattr(torch, dtype)))) for name, shift in led.items()}
                 residuals = self._solved.residuals().tolist() if step is None else []
-                self._solutions = {step: Solution(shifts, float(sum(residuals)), len(residuals))}
+                self._solutions = {step: Solution(shifts, residuals)}
         return self._solutions[step]
 
     def put_grads(self, generation: str, step: int, grads: Arrays) -> None:
@@ -233,6 +235,9 @@ class HypernetActor:
     def _check(self, generation: str) -> None:
         if self.fresh or generation != self.generation:
             raise StaleCall(f"a call of generation {generation} reached generation {self.generation}")
+
+    def _progress(self) -> Progress:
+        return Progress(self.editor.steps_done, self._observed)
 
     def _forget(self) -> None:
         """Drop what belongs to a step under way."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import ray
@@ -19,7 +21,7 @@ from malmen.lm.trace import Traces
 from malmen.platform.cluster import describe_resources
 from malmen.platform.events import ActorReport
 from malmen.platform.hypernet_actor import HypernetActor, Progress, Solution
-from malmen.platform.wire import Arrays, num_bytes, to_array, to_tensor
+from malmen.platform.wire import Arrays, num_bytes, to_array, to_arrays, to_tensor
 from malmen.shards import divide
 
 _HANG_SECONDS = 60.0  # an actor that has not left its group after so long hangs, and is replaced
@@ -38,7 +40,7 @@ class HypernetGroup:
     config: Config
     run: str  # where checkpoints go
     generation: str = ""
-    bytes_sent: int = field(default=0)
+    bytes_sent: int = 0
 
     def __post_init__(self) -> None:
         self.plan = divide([layer.name for layer in self.layers], len(self.actors))
@@ -85,16 +87,14 @@ class HypernetGroup:
             [actor.solve.remote(self.generation, step, dtype) for actor in self.actors]
         )
         refs = {name: ref for solution in solutions for name, ref in solution.shifts.items()}
-        names = [layer.name for layer in self.layers]
-        arrays = dict(zip(names, self._get([refs[name] for name in names]), strict=True))
+        arrays = dict(zip(refs, self._get(list(refs.values())), strict=True))
         self.bytes_sent += num_bytes(arrays)
-        count = sum(solution.residual_count for solution in solutions)
-        mean = sum(solution.residual_sum for solution in solutions) / count if count else None
-        return {name: to_tensor(array) for name, array in arrays.items()}, mean
+        residuals = [residual for solution in solutions for residual in solution.residuals]
+        return {name: to_tensor(array) for name, array in arrays.items()}, fmean(residuals) if residuals else None
 
     def put_grads(self, step: int, grads: Mapping[str, Tensor]) -> None:
         """(iv) Send each layer's gradient to every actor that has tokens of it."""
-        arrays = {name: to_array(grad) for name, grad in grads.items()}
+        arrays = to_arrays(grads)
         refs = []
         for actor, shares in zip(self.actors, self.plan, strict=True):
             mine = {share.layer: arrays[share.layer] for share in shares if share.layer in arrays}
@@ -143,18 +143,12 @@ class HypernetGroup:
         are fresh or behind take the state of the one that is furthest. If all are fresh, they load `checkpoint()`, the
         newest one, or the seeded start where it gives None.
         """
-        deadline = time.monotonic() + self.config.cluster.wait_seconds
-        self._each(lambda actor: actor.leave.remote(), deadline)
-        progress: list[Progress | None] = self._each(lambda actor: actor.progress.remote(), deadline)
+        progress = self._leave()
         size, seconds = len(self.actors), self.config.cluster.wait_seconds
-        address = ("", 0)
-        if size > 1:
-            address = self._get([self.actors[0].open_store.remote(size, seconds)])[0]
-        generation = uuid.uuid4().hex
-        self._get(
-            [actor.join.remote(generation, rank, size, address, seconds) for rank, actor in enumerate(self.actors)]
-        )
-        self.generation = generation
+        address = self._get([self.actors[0].open_store.remote(size, seconds)])[0] if size > 1 else None
+        new = uuid.uuid4().hex
+        self._get([actor.join.remote(new, rank, size, address, seconds) for rank, actor in enumerate(self.actors)])
+        self.generation = new
         furthest = max((each for each in progress if each is not None), default=None)
         if furthest is None:
             newest = checkpoint()
@@ -165,10 +159,12 @@ class HypernetGroup:
             self._get([actor.restore.remote(snapshot) for actor in behind])
         return furthest.steps_done
 
-    def _each(self, call: Callable[[Any], Any], deadline: float) -> list[Any]:
-        """One answer of every actor; an actor that Ray starts again is asked until it answers."""
-        answers: dict[int, Any] = {}
-        pending = {index: (call(actor), time.monotonic()) for index, actor in enumerate(self.actors)}
+    def _leave(self) -> list[Progress | None]:
+        """Have every actor leave the process group; one that Ray starts again is asked until it answers."""
+        seconds = self.config.cluster.wait_seconds
+        deadline = time.monotonic() + seconds
+        answers: dict[int, Progress | None] = {}
+        pending = {index: (actor.leave.remote(), time.monotonic()) for index, actor in enumerate(self.actors)}
         while pending:
             ray.wait([ref for ref, _ in pending.values()], timeout=0.5)
             for index, (ref, since) in list(pending.items()):
@@ -179,34 +175,20 @@ class HypernetGroup:
                     continue
                 except GetTimeoutError:
                     # A single actor waits for no peer, so it works; one that waits for room in the cluster is not up.
-                    alone = len(self.actors) == 1
-                    if alone or time.monotonic() - since < _HANG_SECONDS or not self._is_up(actor):
-                        self._check_deadline(index, deadline)
-                        continue
-                    ray.kill(actor, no_restart=False)  # it hangs; Ray starts a fresh one
+                    if len(self.actors) > 1 and time.monotonic() - since > _HANG_SECONDS and _is_up(actor):
+                        ray.kill(actor, no_restart=False)  # it hangs; Ray starts a fresh one
                 except RayActorError as error:  # Ray starts it again, unless its constructor fails
                     if "creation task" in str(error):
                         raise EditError(f"hypernet actor {index} cannot be started: {last_line(error)}") from error
-                self._check_deadline(index, deadline)
-                pending[index] = (call(actor), time.monotonic())
-                time.sleep(0.1)  # between two calls; the answer decides
+                    time.sleep(0.1)  # between two calls; the answer decides
+                    pending[index] = (actor.leave.remote(), time.monotonic())
+                if time.monotonic() > deadline:
+                    free = describe_resources(ray.available_resources())
+                    raise EditError(
+                        f"hypernet actor {index} did not start within cluster.wait_seconds={seconds:.0f}; the cluster "
+                        f"has {free} free: add nodes or raise wait_seconds"
+                    )
         return [answers[index] for index in range(len(self.actors))]
-
-    def _is_up(self, actor: Any) -> bool:
-        """Whether it runs and answers."""
-        try:
-            ray.get(actor.status.remote(), timeout=5)
-        except RayError:
-            return False
-        return True
-
-    def _check_deadline(self, index: int, deadline: float) -> None:
-        if time.monotonic() > deadline:
-            free = describe_resources(ray.available_resources())
-            raise EditError(
-                f"hypernet actor {index} did not start within cluster.wait_seconds="
-                f"{self.config.cluster.wait_seconds:.0f}; the cluster has {free} free: add nodes or raise wait_seconds"
-            )
 
     def _get(self, refs: Sequence[Any]) -> list[Any]:
         try:
@@ -217,9 +199,16 @@ class HypernetGroup:
                 f"no answer within cluster.stall_seconds={seconds:g}: {'; '.join(self.status())}"
             ) from error
         except EditError as error:  # raised by the editor in the actor: a message, not a failure of the machinery
-            cause = getattr(error, "cause", error)
-            raise EditError(str(cause)) from None
+            raise EditError(str(getattr(error, "cause", error))) from None
         except RayTaskError as error:
             raise HypernetLost(last_line(error.cause if error.cause else error)) from error
         except RayError as error:
             raise HypernetLost(last_line(error)) from error
+
+
+def _is_up(actor: Any) -> bool:
+    """Whether it runs and answers."""
+    with suppress(RayError):
+        ray.get(actor.status.remote(), timeout=5)
+        return True
+    return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -51,10 +50,6 @@ class LMWorker(LMSide):
         """The type in which shifts travel: that of the leaves of stage (iv)."""
         return str(torch.promote_types(self.lm.dtype, torch.float32)).removeprefix("torch.")
 
-    def key_moments(self) -> Iterator[dict[str, Tensor]]:
-        """E[u uᵀ] of the keys that edits are to leave alone, a few layers at a time."""
-        return self.preserved_moments(self.sampler.records(0))
-
     def meta_backward(
         self, step: int, batch: MetaBatch, shifts: Mapping[str, Tensor]
     ) -> tuple[MetaLosses, dict[str, Tensor]]:
@@ -75,19 +70,15 @@ class LMWorker(LMSide):
     # --- the ranks together ---------------------------------------------------------------------------------
 
     @contextmanager
-    def together(self, doing: str, seconds: dict[str, float] | None = None, stage: str = "") -> Iterator[None]:
-        """A request of all ranks to the actors: if it fails on one rank, it fails on all. Its seconds are added to a
-        stage."""
+    def together(self, doing: str) -> Iterator[None]:
+        """A request of all ranks to the actors: if it fails on one rank, it fails on all."""
         self.note(doing)
-        begin = time.perf_counter()
         mine: HypernetLost | EditError | None = None
         try:
             yield
         except (HypernetLost, EditError) as error:
             mine = error
         failures = [failure for failure in self.gather(mine) if failure is not None]
-        if seconds is not None:
-            seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - begin
         for failure in sorted(failures, key=lambda failure: isinstance(failure, HypernetLost)):  # a lost actor last
             raise failure
 

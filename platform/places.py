@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import tempfile
 import time
 from pathlib import Path
 
@@ -52,11 +51,3 @@ def check_shared(store: RunStore, step: int) -> None:
 
 def _step(checkpoint: str) -> int:
     return int(checkpoint.removeprefix(CHECKPOINT_PREFIX).partition(".")[0])
-
-
-def ray_train_folder(run: str) -> str:
-    """Where Ray Train keeps its notes, which hold no checkpoint: a local folder if the run is at a URL."""
-    store = RunStore(run)
-    return str(
-        store.join(".ray_train") if store.is_local else Path(tempfile.gettempdir()) / f"malmen-ray-train-{os.getuid()}"
-    )

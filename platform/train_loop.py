@@ -45,7 +45,7 @@ class LoopSettings:
 
 
 def train_loop(settings: Mapping[str, Any]) -> None:
-    """Runs in each LM worker process that Ray Train starts (lm_workers.py). An EditError is a message for people: it
+    """Runs in each LM worker process that Ray Train starts (train.py). An EditError is a message for people: it
     ends the run, where any other error makes the driver start the LM workers again."""
     loop: LoopSettings = ray.get(settings["loop"], timeout=60)
     context = get_context()
@@ -68,6 +68,7 @@ class Rank:
     def __init__(self, loop: LoopSettings, worker: LMWorker) -> None:
         self.loop, self.worker, self.group, self.board = loop, worker, loop.group, loop.board
         self.training = loop.config.training
+        self.first = worker.world_rank == 0  # rank 0 speaks for all: to the driver, the board and the storage
         self.evaluated: int | None = None  # the step that was evaluated last
         self.saved: int | None = None  # the step of the newest checkpoint
         self.records = check_enough(
@@ -76,11 +77,6 @@ class Rank:
         check_encodable(worker.encoder, self.records)
         if shared := shared_facts(loop.config, worker.sampler.records(0), self.records):
             self._post(events.Remark(shared))
-
-    @property
-    def first(self) -> bool:
-        """Whether this is rank 0, which speaks for all: to the driver, the board and the storage."""
-        return self.worker.world_rank == 0
 
     def run(self) -> None:
         """Train up to the last step. Lost actors are restored; the driver ends the run if that happens too often."""
@@ -93,15 +89,17 @@ class Rank:
                 self._save_and_evaluate(step)
                 if step >= self.training.steps:
                     return
-                stepped = meta_step(self.worker, self.group, step, traces, overlap=self.loop.overlap, keep=self._keep)
-                if stepped.done is not None:
-                    self._post(stepped.done)
-                step, traces = step + 1, stepped.ahead
+                done, traces = meta_step(
+                    self.worker, self.group, step, traces, overlap=self.loop.overlap, keep=self._keep
+                )
+                if done is not None:
+                    self._post(done)
+                step += 1
             except HypernetLost as error:
                 if self._stopped():  # the driver has ended the actors
                     return
                 logger.warning("after step %s: %s; restoring the hypernet actors", step, error)
-                self._post(events.ActorsLost(str(error)))
+                self._post(events.Lost("hypernet actors", str(error)))
                 step = None
 
     # --- restoring ----------------------------------------------------------------------------------------
@@ -135,15 +133,14 @@ class Rank:
         if step or not self.loop.config.editor.preserving:
             return
         self.worker.note("reading the texts whose keys are preserved")
-        for moments in self.worker.key_moments():
+        for moments in self.worker.preserved_moments(self.worker.sampler.records(0)):
             with self.worker.together("sending the keys to preserve"):
                 if self.first:
                     self.group.put_moments(moments)
 
     def _saved_step(self) -> int | None:
-        store = RunStore(self.loop.run)
-        names = store.checkpoints()
-        return int(read_state(store.join(names[-1]))["step"]) if names else None
+        run = self.loop.run
+        return int(read_state(run)["step"]) if RunStore(run).checkpoints() else None
 
     def _newest_checkpoint(self) -> str | None:
         if not RunStore(self.loop.run).checkpoints():

@@ -10,7 +10,7 @@ from typing import Any
 from malmen.config import Config, parse_config
 from malmen.errors import EditError
 from malmen.metrics import score
-from malmen.platform.tracking.registry import describe_checkpoint, register_editor, registered_name
+from malmen.platform.tracking.registry import register_editor, registered_name
 from malmen.platform.tracking.store import clear_errors, connect
 from malmen.platform.tracking.tracker import run_exists
 from malmen.platform.train import Listener, train
@@ -100,9 +100,9 @@ def _register(config: Config, alias: str, checkpoint: Path, run_id: str | None, 
     uri = config.tracking.uri
     assert uri is not None
     with clear_errors(uri):
-        client, name = connect(uri), registered_name(config)
+        client = connect(uri)
         if run_id is None or not run_exists(client, run_id):
             run_id = parent
-        version = register_editor(client, run_id, name, checkpoint, *describe_checkpoint(checkpoint, config)).version
-        client.set_registered_model_alias(name, alias, version)
-    return version
+        found = register_editor(client, run_id, checkpoint, config)
+        client.set_registered_model_alias(found.name, alias, found.version)
+    return found.version

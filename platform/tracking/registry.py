@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from malmen.config import Config, TrackingConfig
 from malmen.errors import EditError, UsageError
+from malmen.metrics import BEFORE, METRICS
 from malmen.platform.tracking.store import clear_errors, connect, redact_credentials, safe_name
 from malmen.platform.tracking.tracker import tracking_uri
 from malmen.runs.checkpoint_lookup import latest_checkpoint, read_state
@@ -36,42 +37,33 @@ def registered_name(config: Config) -> str:
     return config.tracking.registered_model or "malmen-" + re.sub(r"[^\w.-]+", "-", last or "model")
 
 
-def register_editor(
-    client: MlflowClient,
-    run_id: str,
-    name: str,
-    checkpoint: Path,
-    base_model: str,
-    metrics: Mapping[str, float | None],
-    card: str,
-) -> RegisteredEditor:
-    """Upload a checkpoint to its run and register it as a new version of the model `name`."""
+def register_editor(client: MlflowClient, run_id: str, checkpoint: Path, config: Config) -> RegisteredEditor:
+    """Upload a checkpoint to its run and register it as a new version of the model, with its scores and a card."""
     from mlflow.exceptions import MlflowException
 
-    checkpoint = Path(latest_checkpoint(checkpoint))
+    name, checkpoint = registered_name(config), Path(latest_checkpoint(checkpoint))
     if missing := [file for file in FILES if not (checkpoint / file).is_file()]:
         raise EditError(f"{checkpoint} cannot be registered: it lacks {', '.join(missing)}")
+    state = read_state(checkpoint)
     # By step: a run that was given more steps registers again, and older versions stay as they are.
-    artifact = f"editor/checkpoint-{read_state(checkpoint)['step']:07d}"
+    artifact = f"editor/checkpoint-{state['step']:07d}"
     for version in client.search_model_versions(f"name='{name}'"):
         if version.run_id == run_id and str(version.source).endswith(f"/{artifact}"):  # registered by a killed driver
             return RegisteredEditor(name, str(version.version), f"models:/{name}/{version.version}")
+    card, settings = editor_card(config, state), (checkpoint / "config.json").read_text(encoding="utf-8")
     client.log_artifact(run_id, str(checkpoint / "editor.safetensors"), artifact)
     client.log_artifact(run_id, str(checkpoint / "state.json"), artifact)
-    client.log_text(
-        run_id, redact_credentials((checkpoint / "config.json").read_text(encoding="utf-8")), f"{artifact}/config.json"
-    )
+    client.log_text(run_id, redact_credentials(settings), f"{artifact}/config.json")
     client.log_text(run_id, card, f"{artifact}/README.md")
     try:
         client.create_registered_model(name, description="MALMEN editors: see the versions")
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-    scores = {safe_name(key): f"{value:.6g}" for key, value in metrics.items() if value is not None}
+    numbers = {key: value for key, value in state["scores"].items() if isinstance(value, int | float)}
+    tags = {"base_model": state["base_model"], **{safe_name(key): f"{value:.6g}" for key, value in numbers.items()}}
     source = f"{client.get_run(run_id).info.artifact_uri}/{artifact}"
-    created = client.create_model_version(
-        name, source=source, run_id=run_id, tags={"base_model": base_model, **scores}, description=card
-    )
+    created = client.create_model_version(name, source=source, run_id=run_id, tags=tags, description=card)
     return RegisteredEditor(name, str(created.version), f"models:/{name}/{created.version}")
 
 
@@ -120,20 +112,15 @@ def _list(word: str, names: Sequence[object]) -> str:
     return f"{word} {', '.join(map(str, names)) or 'none'}"
 
 
-# --- the model card ----------------------------------------------------------------------------------
-
-
-def describe_checkpoint(checkpoint: Path, config: Config) -> tuple[str, dict[str, float], str]:
-    """The base model, the scores and the card of a checkpoint, for the registry."""
-    state = read_state(checkpoint)
-    numbers = {name: value for name, value in state["scores"].items() if isinstance(value, int | float)}
-    return state["base_model"], numbers, editor_card(config, state["scores"], state["base_model"], state["step"])
-
-
-def editor_card(config: Config, metrics: Mapping[str, Any], base_model: str, steps: int) -> str:
-    """The model card of an editor, in markdown."""
+def editor_card(config: Config, state: Mapping[str, Any]) -> str:
+    """The model card of a checkpoint with this state, in markdown."""
+    scores = state["scores"]
     layers = config.editor.layers if isinstance(config.editor.layers, str) else ", ".join(config.editor.layers)
-    edits = metrics.get("edits") or config.training.eval_edits or config.training.num_edits
+    edits = scores.get("edits") or config.training.eval_edits or config.training.num_edits
+    table = "\n".join(
+        f"| {name.replace('_', ' ')} ({label}) | {_share(scores, name + BEFORE)} | {_share(scores, name)} |"
+        for name, label, _ in METRICS
+    )
     return f"""\
 # Editor for {config.model.name}
 
@@ -141,16 +128,14 @@ A MALMEN hyper-network that rewrites many facts in this language model at once, 
 
 | | |
 |---|---|
-| base model | `{config.model.name}`, weights `{base_model}` |
+| base model | `{config.model.name}`, weights `{state["base_model"]}` |
 | edited layers | {layers} ({config.editor.ffn} linear of the FFN), {config.editor.aggregation} |
-| trained on | {config.data.train}, {steps} steps of {config.training.num_edits} edits, seed {config.seed} |
+| trained on | {config.data.train}, {state["step"]} steps of {config.training.num_edits} edits, seed {config.seed} |
 | measured on | {config.data.validation}, {edits} edits at once |
 
 | | before | after |
 |---|---|---|
-{_score_row("edit success (ES)", metrics, "edit_success")}
-{_score_row("generalization success (GS)", metrics, "generalization_success")}
-{_score_row("locality success (LS)", metrics, "locality_success")}
+{table}
 
 Shares of right answer tokens, teacher-forced. LS counts right answers to unrelated prompts: it should not fall.
 
@@ -168,10 +153,6 @@ malmen edit --editor models:/{registered_name(config)}/VERSION --facts facts.jso
 """
 
 
-def _score_row(label: str, metrics: Mapping[str, Any], name: str) -> str:
-    before, after = metrics.get(f"{name}_before"), metrics.get(name)
-    return f"| {label} | {_share(before)} | {_share(after)} |"
-
-
-def _share(value: float | None) -> str:
+def _share(scores: Mapping[str, float | None], name: str) -> str:
+    value = scores.get(name)
     return "–" if value is None else f"{value:.1%}"

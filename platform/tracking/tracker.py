@@ -1,8 +1,7 @@
 """One MLflow run, written by the driver of a training, a sweep or an experiment.
 
-A thread sends the rows of the run's history that the store lacks: the history is on disk before, so nothing is lost
-while the store is away, and training neither waits for it nor fails because of it. (MLflow's own asynchronous logging
-would drop what it cannot send.)
+A thread sends the rows. They stay in memory until the store has them, so nothing is lost while it is away, and training
+neither waits for it nor fails because of it. (MLflow's own asynchronous logging would drop what it cannot send.)
 """
 
 from __future__ import annotations
@@ -16,9 +15,11 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from importlib import metadata
+from itertools import accumulate, takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,7 +38,7 @@ from malmen.platform.tracking.store import (
     safe_name,
     store_errors,
 )
-from malmen.platform.tracking.watcher import DRIVER_TAG, ENDED, end_run
+from malmen.platform.tracking.watcher import DRIVER_TAG, ENDED, end_run, start_watcher
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -63,46 +64,29 @@ def tracking_uri(config: TrackingConfig, folder: str) -> str:
     return f"sqlite:///{beside.resolve() / 'mlflow.db'}"
 
 
-def history_metrics(row: Mapping[str, Any]) -> tuple[int, Metrics]:
-    """The step and the metrics of a row of a run's history, a step or an evaluation. `--local` writes fewer keys."""
-    metrics = {f"held_out/{name}": value for name, value in row.get("scores", {}).items()}
-    metrics |= {f"loss/{name}": row.get(f"{name}_loss") for name in ("generalization", "locality", "meta")}
-    metrics |= {name: row.get(name) for name in ("grad_norm", "bytes_moved", "cache_mb")}
-    metrics["seconds/step"] = row.get("wall")
-    for group in ("seconds", "damping", "edit_lr"):
-        metrics |= {f"{group}/{name}": value for name, value in row.get(group, {}).items()}
-    for role in ("hypernet", "lm"):
-        for index, peaks in enumerate(row.get(f"{role}_memory", [])):
-            metrics |= {f"memory_mb/{role}{index}/{device}": peak for device, peak in peaks.items()}
-    return row["step"], metrics
-
-
+@dataclass
 class Tracker:
     """`with Tracker.start(config, folder, tags) as tracker:`; without tracking it does nothing."""
 
-    def __init__(
-        self,
-        config: Config,
-        uri: str = "",
-        client: MlflowClient | None = None,
-        run_id: str | None = None,
-        driver: str = "",
-        send_seconds: float = 5.0,
-    ) -> None:
-        self.config, self.uri, self.run_id, self.driver = config, uri, run_id, driver
-        self._client = client
-        self._rows: list[Any] = []  # to be sent, in this order; only grows
-        self._times: list[int] = []  # when they came, in milliseconds, as far as the driver said so
-        self._read_row: Callable[[Any], tuple[int, Metrics]] = lambda row: row
-        self._next = 0  # the first row that is not in `_batch` and was not sent
-        self._batch: list[Metric] = []  # taken from the rows, not sent yet
-        self._stored: dict[str, set[int]] | None = {}  # steps at which the store has a metric; None: to be asked
-        self._ended = threading.Event()
-        self._failing = False
-        self._watcher: subprocess.Popen[bytes] | None = None
-        self._sender = threading.Thread(target=self._keep_sending, args=(send_seconds,), name="mlflow", daemon=True)
-        if client is not None and run_id is not None:
-            self._watcher = _start_watcher(uri, run_id, driver)
+    config: Config
+    uri: str = ""
+    client: MlflowClient | None = None
+    run_id: str | None = None
+    driver: str = ""
+    send_seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        self.unsent: list[list[Metric]] = []  # rows that the store lacks
+        self._stored: set[tuple[str, int]] = set()  # what it had when the run was resumed: mark and step
+        self._status: Status | None = None  # as which the run is to end
+        self._finishing, self._ended = threading.Event(), False
+        if self.client is not None and self.run_id is not None:
+            self._watcher = start_watcher(self.uri, self.run_id, self.driver)
+            marks = {name: self.client.get_metric_history(self.run_id, name) for name in _MARKS}
+            self._stored = {(name, metric.step) for name, metrics in marks.items() for metric in metrics}
+            self._sender = threading.Thread(
+                target=self._keep_sending, args=(self.client, self.run_id), name="mlflow", daemon=True
+            )
             self._sender.start()
 
     @classmethod
@@ -133,68 +117,70 @@ class Tracker:
                 name = folder.rstrip("/").rpartition("/")[2]
                 run_id = client.create_run(experiment, tags=resolve_tags(own), run_name=name).info.run_id
             tracker = unless_started.enter_context(cls(config, uri, client, run_id, driver, send_seconds))
-            tracker._describe(client, run_id, {**own, **tags})
+            _describe(client, run_id, config, {**own, **tags})
             unless_started.pop_all()
         return tracker
 
-    def follow(self, history: list[dict[str, Any]]) -> None:
-        """Send the rows of a training's history, also those to be added, unless the store has them already."""
-        assert not self._rows, "the rows of another history were given before"
-        self._stored = None
-        self._rows, self._read_row = history, history_metrics
-        self.stamp()
-
-    def stamp(self) -> None:
-        """The rows that were added since the last call came now: a store that is away gets them later."""
-        self._times += [int(time.time() * 1000)] * (len(self._rows) - len(self._times))
-
     def log(self, step: int, metrics: Metrics) -> None:
         """Send metrics soon; None and NaN are left out."""
-        self._rows.append((step, metrics))
-        self.stamp()
+        if self.client is None:
+            return
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)  # not when they are sent: the store may be away
+        known = {name: value for name, value in metrics.items() if value is not None and not math.isnan(value)}
+        if not any((name, step) in self._stored for name in known):
+            self.unsent.append([Metric(safe_name(name), float(value), now, step) for name, value in known.items()])
+
+    def log_row(self, row: Mapping[str, Any]) -> None:
+        """Send a row of a training's history, a step or an evaluation, unless a resumed run's store has it already."""
+        metrics = {f"held_out/{name}": value for name, value in row.get("scores", {}).items()}
+        metrics |= {f"loss/{name}": row.get(f"{name}_loss") for name in ("generalization", "locality", "meta")}
+        metrics |= {name: row.get(name) for name in ("grad_norm", "bytes_moved", "cache_mb")}
+        metrics["seconds/step"] = row.get("wall")
+        for group in ("seconds", "damping", "edit_lr"):
+            metrics |= {f"{group}/{name}": value for name, value in row.get(group, {}).items()}
+        for role in ("hypernet", "lm"):
+            for index, peaks in enumerate(row.get(f"{role}_memory", [])):
+                metrics |= {f"memory_mb/{role}{index}/{device}": peak for device, peak in peaks.items()}
+        self.log(row["step"], metrics)
 
     def log_artifacts(self, local_folder: Path, name: str) -> None:
         """The files of a folder as an artifact."""
-        if self._client is None or self.run_id is None:
+        if self.client is None or self.run_id is None:
             return
         try:
             check_reachable(self.uri)
-            self._client.log_artifacts(self.run_id, str(local_folder), name)
+            self.client.log_artifacts(self.run_id, str(local_folder), name)
         except store_errors() as error:
             logger.warning("%s could not be written to %s: %s", name, redact_credentials(self.uri), brief(error))
 
-    def register(self, checkpoint: Path, base_model: str, metrics: Metrics, card: str) -> RegisteredEditor | None:
+    def register(self, checkpoint: Path) -> RegisteredEditor | None:
         """A new version of the editor in the model registry."""
-        if self._client is None or self.run_id is None:
+        if self.client is None or self.run_id is None:
             return None
-        from malmen.platform.tracking.registry import register_editor, registered_name
+        from malmen.platform.tracking.registry import register_editor
 
         with clear_errors(self.uri):
-            name = registered_name(self.config)
-            return register_editor(self._client, self.run_id, name, checkpoint, base_model, metrics, card)
+            return register_editor(self.client, self.run_id, checkpoint, self.config)
 
     def finish(self, status: Status = "FINISHED") -> None:
         """Send the rest and end the run; where the store is away, the watcher keeps trying to end it."""
-        if self._client is None or self.run_id is None or self._ended.is_set():
+        if self.client is None or self._finishing.is_set():
             return
-        self._ended.set()
-        last_line: str = ENDED
-        try:
+        self._status = status
+        self._finishing.set()
+        unsent = -1
+        while self._sender.is_alive() and unsent != len(self.unsent):  # while there is progress
+            unsent = len(self.unsent)
             self._sender.join(2 * ANSWER_SECONDS)
-            if self._sender.is_alive():  # inside MLflow's own retries, which take minutes
-                raise TimeoutError("the store does not answer")
-            check_reachable(self.uri)
-            self._send_rows()
-            end_run(self._client, self.run_id, self.driver, status)
-        except store_errors() as error:
+        if not self._ended:
+            place = redact_credentials(self.uri)
             logger.warning(
-                "the run could not be ended as %s in %s: %s", status, redact_credentials(self.uri), brief(error)
+                "the run could not be ended as %s in %s; %d rows were not sent", status, place, len(self.unsent)
             )
-            last_line = status
-        if self._batch or self._next < len(self._rows):
-            logger.warning("the last metrics were not sent to %s", redact_credentials(self.uri))
-        assert self._watcher is not None
-        _dismiss(self._watcher, last_line)
+        with suppress(subprocess.TimeoutExpired):
+            self._watcher.communicate(f"{ENDED if self._ended else status}\n".encode(), timeout=ANSWER_SECONDS)
 
     def __enter__(self) -> Tracker:
         return self
@@ -207,67 +193,37 @@ class Tracker:
         else:
             self.finish("KILLED" if issubclass(kind, KeyboardInterrupt | SystemExit | RunStopped) else "FAILED")
 
-    # --- sending ----------------------------------------------------------------------------------------
+    # --- the thread -------------------------------------------------------------------------------------
 
-    def _keep_sending(self, seconds: float) -> None:
-        while not self._ended.wait(seconds):
+    def _keep_sending(self, client: MlflowClient, run_id: str) -> None:
+        """Until the run is to end."""
+        failing = False
+        status: Status | None = None
+        while status is None:
+            self._finishing.wait(self.send_seconds)
+            status = self._status  # as it was before the last rows are sent
             try:
-                self._send_rows()
-                self._failing = False
+                self._send_rows(client, run_id)
+                if status is not None:
+                    end_run(client, run_id, self.driver, status)
+                    self._ended = True
+                failing = False
             except store_errors() as error:
-                if not self._failing:
+                if not failing:
                     logger.warning("metrics cannot be sent to %s now: %s", redact_credentials(self.uri), brief(error))
-                self._failing = True
+                failing = True
 
-    def _send_rows(self) -> None:
-        """Send what is not sent yet; after an error, the next call resumes where this one stopped."""
-        assert self._client is not None and self.run_id is not None
-        while self._batch or self._next < len(self._rows):
+    def _send_rows(self, client: MlflowClient, run_id: str) -> None:
+        """As many rows in a call as fit: the store has all of a row or nothing of it, unless the row alone is larger.
+        After an error the next call repeats such a row; the store drops a metric that it has."""
+        while self.unsent:
             check_reachable(self.uri)  # else MLflow's own retries: minutes, each with a warning
-            if self._stored is None:  # a resumed run
-                marks = {name: self._client.get_metric_history(self.run_id, name) for name in _MARKS}
-                self._stored = {name: {metric.step for metric in metrics} for name, metrics in marks.items()}
-            self._batch = self._batch or self._next_batch(self._stored)
-            if self._batch:
-                self._client.log_batch(self.run_id, metrics=self._batch[:METRICS_PER_CALL], synchronous=True)
-                del self._batch[:METRICS_PER_CALL]
-
-    def _next_batch(self, stored: Mapping[str, set[int]]) -> list[Metric]:
-        """The metrics of the next rows, as many as fit into one call: the store has all of a row or nothing of it,
-        unless the row alone is larger."""
-        from mlflow.entities import Metric
-
-        batch: list[Metric] = []
-        now = int(time.time() * 1000)
-        while self._next < len(self._rows):
-            step, metrics = self._read_row(self._rows[self._next])
-            known = {name: value for name, value in metrics.items() if value is not None and not math.isnan(value)}
-            if any(step in stored.get(name, ()) for name in known):
-                known = {}
-            if batch and len(batch) + len(known) > METRICS_PER_CALL:
-                break
-            came = self._times[self._next] if self._next < len(self._times) else now
-            batch += [Metric(safe_name(name), float(value), came, step) for name, value in known.items()]
-            self._next += 1
-        return batch
-
-    def _describe(self, client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None:
-        """The config as params and as a file. MLflow's params never change: a resumed run's changes become tags."""
-        from mlflow.entities import Param, RunTag
-
-        config = json.loads(redact_credentials(self.config.model_dump_json()))
-        params = {
-            safe_name(key): (value if isinstance(value, str) else json.dumps(value))[:PARAM_LENGTH]
-            for key, value in flatten(config).items()
-        }
-        before = client.get_run(run_id).data.params
-        changed = {f"resumed.{key}": value for key, value in params.items() if before.get(key, value) != value}
-        fresh = [Param(key, value) for key, value in params.items() if key not in before]
-        for first in range(0, len(fresh), PARAMS_PER_CALL):
-            client.log_batch(run_id, params=fresh[first : first + PARAMS_PER_CALL], synchronous=True)
-        run_tags = [RunTag(key, str(value)) for key, value in {**tags, **changed}.items()]
-        client.log_batch(run_id, tags=run_tags, synchronous=True)
-        client.log_text(run_id, json.dumps(config, indent=1, ensure_ascii=False) + "\n", "config.json")
+            sizes = takewhile(lambda size: size <= METRICS_PER_CALL, accumulate(len(row) for row in self.unsent))
+            count = max(1, len(list(sizes)))
+            batch = [metric for row in self.unsent[:count] for metric in row]
+            for first in range(0, len(batch), METRICS_PER_CALL):
+                client.log_batch(run_id, metrics=batch[first : first + METRICS_PER_CALL], synchronous=True)
+            del self.unsent[:count]
 
 
 # --- pieces ------------------------------------------------------------------------------------------
@@ -285,29 +241,28 @@ def run_exists(client: MlflowClient, run_id: str) -> bool:
         return False
 
 
-def _start_watcher(uri: str, run_id: str, driver: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "malmen.platform.tracking.watcher", run_id, driver],
-        env={**os.environ, "MLFLOW_TRACKING_URI": uri},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # what kills the driver's group, Ctrl-C for one, leaves it alive
-    )
+def _describe(client: MlflowClient, run_id: str, config: Config, tags: Mapping[str, str]) -> None:
+    """The config as params and as a file. MLflow's params never change: a resumed run's changes become tags."""
+    from mlflow.entities import Param, RunTag
 
-
-def _dismiss(watcher: subprocess.Popen[bytes], last_line: str) -> None:
-    try:
-        watcher.communicate(f"{last_line}\n".encode(), timeout=ANSWER_SECONDS if last_line == ENDED else 0.1)
-    except subprocess.TimeoutExpired:
-        logger.debug("the watcher %d is still busy", watcher.pid)
+    raw = json.loads(redact_credentials(config.model_dump_json()))
+    params = {
+        safe_name(key): (value if isinstance(value, str) else json.dumps(value))[:PARAM_LENGTH]
+        for key, value in flatten(raw).items()
+    }
+    before = client.get_run(run_id).data.params
+    changed = {f"resumed.{key}": value for key, value in params.items() if before.get(key, value) != value}
+    fresh = [Param(key, value) for key, value in params.items() if key not in before]
+    for first in range(0, len(fresh), PARAMS_PER_CALL):
+        client.log_batch(run_id, params=fresh[first : first + PARAMS_PER_CALL], synchronous=True)
+    run_tags = [RunTag(key, str(value)) for key, value in {**tags, **changed}.items()]
+    client.log_batch(run_id, tags=run_tags, synchronous=True)
+    client.log_text(run_id, json.dumps(raw, indent=1, ensure_ascii=False) + "\n", "config.json")
 
 
 def _versions() -> dict[str, str]:
     versions = {"version.malmen": malmen.__version__, "version.python": sys.version.split()[0]}
     for name in ("torch", "transformers", "ray", "deepspeed", "mlflow"):
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[f"version.{name}"] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return versions

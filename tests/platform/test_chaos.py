@@ -78,7 +78,7 @@ def test_lm_ranks_and_the_only_actor_are_killed(
         "malmen.platform.hypernet_group.HypernetActor", dying_actor({5: ("backward", "before")}, tmp_path)
     )
     deaths = {3: "meta_backward", 4: "trace"}
-    monkeypatch.setattr("malmen.platform.lm_workers.train_loop", dying_loop(deaths, tmp_path))
+    monkeypatch.setattr("malmen.platform.train.train_loop", dying_loop(deaths, tmp_path))
     cluster = {"lm_workers": 2, "max_failures": 4}
     config = make_platform_config("gpt2", models, training=STEPS, cluster=cluster, lm={"sharding": "zero3"})
     found = train(config, tmp_path / "run")

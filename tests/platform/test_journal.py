@@ -8,9 +8,9 @@ import pytest
 
 from malmen.config import Config
 from malmen.errors import EditError, UsageError
-from malmen.platform.events import ActorsLost, Began, Evaluated, Failed, Saved, Saving, StepDone, WorkersLost
-from malmen.platform.journal import Journal, Listener
+from malmen.platform.events import Began, Evaluated, Failed, Lost, Saved, Saving, StepDone
 from malmen.platform.tracking.tracker import Tracker
+from malmen.platform.train import Journal, Listener
 from malmen.runs.run_folder import HISTORY, RunFolder
 from malmen.runs.storage import RunStore
 
@@ -21,7 +21,7 @@ def make_journal(place: str | Path, listener: Listener | None = None, **cluster:
 
 
 def step_done(step: int, loss: float = 0.5) -> StepDone:
-    return StepDone(step, loss, loss, loss, loss, {}, 1.0, {}, {}, 0, [], 0.0)
+    return StepDone(step, loss, loss, loss, {}, 0, 0.0, loss, {}, {}, [], 1.0)
 
 
 def test_steps_and_evaluations_that_are_repeated_after_a_loss_count_once(tmp_path: Path) -> None:
@@ -58,30 +58,29 @@ def test_only_the_first_beginning_cuts_the_history(tmp_path: Path) -> None:
     assert journal.step == 2
 
 
-@pytest.mark.parametrize(("lost", "role"), [(ActorsLost, "hypernet actors"), (WorkersLost, "LM workers")])
+@pytest.mark.parametrize(("role", "other"), [("hypernet actors", "LM workers"), ("LM workers", "hypernet actors")])
 def test_a_run_survives_as_many_losses_of_a_role_between_two_steps_as_max_failures_says(
-    lost: type[ActorsLost] | type[WorkersLost], role: str, tmp_path: Path
+    role: str, other: str, tmp_path: Path
 ) -> None:
     messages: list[str] = []
     journal = make_journal(tmp_path, Listener(event=messages.append), max_failures=2)
-    other = WorkersLost if lost is ActorsLost else ActorsLost
     for step in (1, 2, 3):  # more than max_failures in all, but not between two steps
-        journal.write(lost("out of memory"))
-        journal.write(lost("out of memory"))
+        journal.write(Lost(role, "out of memory"))
+        journal.write(Lost(role, "out of memory"))
         journal.write(step_done(step))
     assert messages[0] == f"after step 0: {role} were lost (out of memory); restoring them" and len(messages) == 6
-    journal.write(lost("out of memory"))
-    journal.write(other("a node is gone"))  # takes away from nothing but its own role's number
+    journal.write(Lost(role, "out of memory"))
+    journal.write(Lost(other, "a node is gone"))  # takes away from nothing but its own role's number
     journal.write(step_done(2))  # done before: no progress
-    journal.write(lost("out of memory"))
+    journal.write(Lost(role, "out of memory"))
     expected = rf"{role} were lost 3 times before step 4 was done, more than cluster.max_failures=2; .*out of memory"
     with pytest.raises(EditError, match=expected):
-        journal.write(lost("out of memory"))
+        journal.write(Lost(role, "out of memory"))
 
 
 def test_without_failures_allowed_the_first_loss_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(EditError, match="LM workers were lost 1 times before step 1"):
-        make_journal(tmp_path, max_failures=0).write(WorkersLost("killed"))
+        make_journal(tmp_path, max_failures=0).write(Lost("LM workers", "killed"))
 
 
 def test_a_ranks_error_is_the_runs_with_its_exit_code(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from platform_runs import make_platform_config
 from ray.train import WorkerGroupError
 
 from malmen.errors import EditError
-from malmen.platform.lm_workers import LMWorkers
-from malmen.platform.train import Listener, train
+from malmen.platform.train import Listener, LMWorkers, train
 
 
 class Fit:
@@ -48,7 +47,7 @@ def test_an_error_that_is_no_loss_is_raised() -> None:
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_storage_that_rank_0_cannot_read_ends_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is rank 0 that reads; the other must not wait for it until Ray Train gives it up."""
-    monkeypatch.setattr("malmen.platform.lm_workers.train_loop", unreadable_loop())
+    monkeypatch.setattr("malmen.platform.train.train_loop", unreadable_loop())
     config = make_platform_config("gpt2", tmp_path, cluster={"lm_workers": 2})
     with pytest.raises(EditError, match="the storage cannot be read"):
         train(config, tmp_path / "run")
@@ -65,7 +64,7 @@ def test_max_failures_counts_the_losses_between_two_steps(
 ) -> None:
     """With one allowed: two losses at different steps are survived, two at the same step end the run."""
     if role == "LM workers":
-        monkeypatch.setattr("malmen.platform.lm_workers.train_loop", mortal_loop([1, 3], 4, tmp_path))
+        monkeypatch.setattr("malmen.platform.train.train_loop", mortal_loop([1, 3], 4, tmp_path))
     else:
         monkeypatch.setattr("malmen.platform.hypernet_group.HypernetActor", mortal_actor([1, 3], 4, tmp_path))
     cluster = {"hypernet_actors": 2, "max_failures": 1}

@@ -21,9 +21,8 @@ from malmen.editor import Editor, seeded_editor
 from malmen.errors import EditError
 from malmen.lm.layers import find_layers
 from malmen.lm.model import load_skeleton
-from malmen.platform.board import Board
 from malmen.platform.cluster import Roles
-from malmen.platform.events import Began, Event, StepDone
+from malmen.platform.events import Began, Board, Event, StepDone
 from malmen.platform.hypernet_group import HypernetGroup
 from malmen.platform.lm_worker import LMWorker
 from malmen.platform.tracking.tracker import Tracker
@@ -293,7 +292,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_platform_config("gpt2", models, training={"checkpoint_every": 1})
-    monkeypatch.setattr("malmen.platform.lm_workers.train_loop", overflowing_loop(step=2))
+    monkeypatch.setattr("malmen.platform.train.train_loop", overflowing_loop(step=2))
     with pytest.raises(EditError, match=r"step 2: the meta loss is nan; .*transformer\.h\.2.*; the records were r\d+"):
         train(config, tmp_path / "run")
     assert load_editor(tmp_path / "run").steps_done == 2
@@ -333,7 +332,7 @@ def test_a_hang_is_reported_with_who_waits_for_whom(
         group.heal(lambda: None)
         rank.start()
         with pytest.raises(EditError, match=r"nothing happened for .*=2; who does what: LM rank 0: waiting for the sh"):
-            list(Processes(board, group, roles, loop, rank).events())
+            list(Processes(roles, loop, rank).events())
         rank.join(60)
     finally:
         for actor in (*group.actors, board):

@@ -14,8 +14,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from malmen.config import Config
-from malmen.platform import lm_workers
-from malmen.platform.train import Listener, train
+from malmen.platform import train as driver
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chaos import waiting_loop
@@ -29,7 +28,7 @@ if __name__ == "__main__":
     other = cluster.add_node(num_cpus=1, resources={"hypernet": 1})
     ray.init(address=cluster.address, log_to_driver=False)
     removed = Path(sys.argv[2]).parent / "removed"
-    lm_workers.train_loop = waiting_loop(2, removed)  # its rank is in the middle of step 2 then
+    driver.train_loop = waiting_loop(2, removed)  # its rank is in the middle of step 2 then
 
     def on_step(step: int, _report: Any) -> None:
         if step == 2 and not removed.exists():
@@ -37,7 +36,7 @@ if __name__ == "__main__":
             cluster.remove_node(lost, allow_graceful=False)
             removed.touch()
 
-    trained = train(config, sys.argv[2], listener=Listener(step=on_step))
+    trained = driver.train(config, sys.argv[2], listener=driver.Listener(step=on_step))
     assert trained.steps == config.training.steps
     ray.shutdown()
     cluster.shutdown()

@@ -14,8 +14,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from malmen.config import Config
 from malmen.lm.layers import find_layers
 from malmen.lm.model import load_skeleton
-from malmen.platform.board import Board
-from malmen.platform.events import Evaluated, Event, Remark, StepDone
+from malmen.platform.events import Board, Evaluated, Event, Remark, StepDone
 from malmen.platform.hypernet_group import HypernetGroup
 from malmen.platform.lm_worker import LMWorker
 from malmen.platform.train import TrainedEditor

@@ -18,6 +18,7 @@ from malmen.runs.checkpoint_lookup import latest_checkpoint
 pytestmark = pytest.mark.slow  # a training, and a store
 
 SCORES = {"edits": 5, "edit_success": 0.9, "edit_success_before": 0.1, "locality_agreement": None}
+STATE = {"scores": SCORES, "base_model": "fingerprint"}
 
 
 @pytest.fixture(scope="module")
@@ -26,17 +27,21 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def registered(store: str, trained: Path) -> RegisteredEditor:
-    """Version 1; its run then registers a later checkpoint too."""
+def registered(store: str, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> RegisteredEditor:
+    """Version 1, of step 8; its run then registers a later checkpoint too."""
     config = Config.model_validate({"tracking": {"uri": store}})
+    checkpoints = []
+    for step in (8, 9):
+        folder = tmp_path_factory.mktemp("run") / f"checkpoint-{step:07d}"
+        checkpoints.append(shutil.copytree(latest_checkpoint(trained), folder))
+        state = json.loads((folder / "state.json").read_text())
+        (folder / "state.json").write_text(json.dumps({**state, **STATE, "step": step}))
+    first, later = checkpoints
+    (later / "editor.safetensors").write_text("other weights")
     with Tracker.start(config, str(trained), {}) as tracker:
-        found = tracker.register(trained, "fingerprint", SCORES, "the first card")
-        later = shutil.copytree(latest_checkpoint(trained), trained.parent / "checkpoint-0000009")
-        (later / "editor.safetensors").write_text("other weights")
-        state = json.loads((later / "state.json").read_text())
-        (later / "state.json").write_text(json.dumps({**state, "step": 9}))
-        tracker.register(later, "fingerprint", {}, "another card")
-        again = tracker.register(trained, "fingerprint", SCORES, "the first card")  # as after a kill
+        found = tracker.register(first)
+        tracker.register(later)
+        again = tracker.register(first)  # as after a kill
     assert again == found
     assert found is not None
     return found
@@ -52,7 +57,7 @@ def test_a_registered_editor_comes_back_as_it_was(store: str, registered: Regist
     folder = download_editor(registered.uri, store)
     names = {path.name for path in folder.iterdir()}
     assert names == {"editor.safetensors", "config.json", "state.json", "README.md"}  # and no optimizer
-    assert (folder / "README.md").read_text() == "the first card"
+    assert (folder / "README.md").read_text() == editor_card(Config(), {**STATE, "step": 8})
     torch.testing.assert_close(load_editor(folder).state_dict(), load_editor(trained).state_dict(), rtol=0, atol=0)
 
 
@@ -64,14 +69,14 @@ def test_a_version_says_what_it_is(client: MlflowClient) -> None:
         "edit_success": "0.9",
         "edit_success_before": "0.1",
     }
-    assert version.description == "the first card"
+    assert version.description == editor_card(Config(), {**STATE, "step": 8})
     assert version.run_id
 
 
 def test_an_alias_leads_to_its_version(client: MlflowClient, store: str) -> None:
-    for version, card in (("1", "the first card"), ("2", "another card")):
+    for version, steps in (("1", "8 steps"), ("2", "9 steps")):
         client.set_registered_model_alias("malmen-builtin", "champion", version)
-        assert (download_editor("models:/malmen-builtin@champion", store) / "README.md").read_text() == card
+        assert steps in (download_editor("models:/malmen-builtin@champion", store) / "README.md").read_text()
 
 
 def test_what_is_missing_is_answered_with_what_exists(client: MlflowClient, store: str) -> None:
@@ -100,7 +105,7 @@ def test_a_checkpoint_that_is_not_whole_is_not_registered(store: str, trained: P
         Tracker.start(config, str(trained), {}) as tracker,
         pytest.raises(EditError, match=r"lacks editor\.safetensors"),
     ):
-        tracker.register(broken, "fingerprint", {}, "card")
+        tracker.register(broken)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +124,7 @@ def test_an_editor_is_named_after_its_base_model(model: str, name: str) -> None:
 
 
 def test_a_card_says_what_was_measured_and_how_to_use_it() -> None:
-    card = editor_card(Config(), SCORES, "0123abcd", steps=42)
+    card = editor_card(Config(), {"scores": SCORES, "base_model": "0123abcd", "step": 42})
     assert "| edit success (ES) | 10.0% | 90.0% |" in card
     assert "| generalization success (GS) | – | – |" in card
     assert "weights `0123abcd`" in card

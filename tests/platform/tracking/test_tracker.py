@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -77,7 +78,7 @@ def test_a_tracker_that_is_switched_off_does_nothing(tmp_path: Path) -> None:
     with start(tmp_path, tracking={"enabled": False}) as tracker:
         tracker.log(1, {"meta_loss": 1.0})
         tracker.log_artifacts(tmp_path, "folder")
-        assert tracker.register(tmp_path, "fingerprint", {}, "card") is None
+        assert tracker.register(tmp_path) is None
         assert tracker.run_id is None
     assert list(tmp_path.iterdir()) == []
 
@@ -189,12 +190,17 @@ def test_a_resumed_run_goes_on_and_its_changed_settings_are_tags(runs: Path, cli
     assert [metric.step for metric in client.get_metric_history(run.info.run_id, "meta_loss")] == [5, 9]
 
 
-HISTORY = [
+HISTORY: list[dict[str, Any]] = [
     {"step": 1, "meta_loss": 0.5, "seconds": {"trace": 2.0}},
     {"step": 1, "scores": {"edit_success": 0.9}},
     {"step": 2, "meta_loss": 0.25, "seconds": {"trace": 1.0}},
 ]
 SENT = {"loss/meta": [1, 2], "seconds/trace": [1, 2], "held_out/edit_success": [1]}
+
+
+def log_rows(tracker: Tracker, rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        tracker.log_row(row)
 
 
 def sent_steps(client: MlflowClient, tracker: Tracker) -> dict[str, list[int]]:
@@ -209,9 +215,9 @@ def test_a_resumed_run_sends_the_rows_of_its_history_that_the_store_lacks(
 ) -> None:
     """The driver is killed after some rows were sent; the next one has all of them in the history."""
     with start(runs) as killed:
-        killed.follow(HISTORY[:known])
+        log_rows(killed, HISTORY[:known])
     with Tracker.start(Config(), f"{runs}/a", {}, run_id=killed.run_id) as tracker:
-        tracker.follow(list(HISTORY))
+        log_rows(tracker, HISTORY)
     assert sent_steps(client, tracker) == SENT
 
 
@@ -219,13 +225,12 @@ def test_a_store_that_is_away_when_a_run_is_resumed_gets_each_row_once_it_is_bac
     runs: Path, client: MlflowClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     with start(runs) as killed:
-        killed.follow(HISTORY[:1])
+        log_rows(killed, HISTORY[:1])
     with Tracker.start(Config(), f"{runs}/a", {}, run_id=killed.run_id, send_seconds=0.1) as tracker:
         back, tracker.uri = tracker.uri, "http://127.0.0.1:1"  # where nobody answers
-        history = HISTORY[:2]
-        tracker.follow(history)
+        log_rows(tracker, HISTORY[:2])
         assert wait_for(lambda: "cannot be sent" in caplog.text, seconds=60)
-        history.append(HISTORY[2])
+        log_rows(tracker, HISTORY[2:])
         tracker.uri = back
     assert sent_steps(client, tracker) == SENT
 
@@ -234,13 +239,10 @@ def test_a_row_has_the_time_at_which_it_came_not_that_of_sending(
     monkeypatch: pytest.MonkeyPatch, runs: Path, client: MlflowClient
 ) -> None:
     clock = iter(range(1000, 2000))
-    history: list[dict[str, object]] = []
     with Tracker.start(Config(), f"{runs}/stamped", {}, send_seconds=600) as tracker:
-        tracker.follow(history)
         monkeypatch.setattr("malmen.platform.tracking.tracker.time.time", lambda: next(clock))
         for step in (1, 2, 3):
-            history.append({"step": step, "meta_loss": 1.0})
-            tracker.stamp()
+            tracker.log_row({"step": step, "meta_loss": 1.0})
         monkeypatch.undo()
     sent = client.get_metric_history(str(tracker.run_id), "loss/meta")
     assert [(metric.step, metric.timestamp) for metric in sent] == [(1, 1_000_000), (2, 1_001_000), (3, 1_002_000)]
@@ -248,11 +250,9 @@ def test_a_row_has_the_time_at_which_it_came_not_that_of_sending(
 
 def test_rows_are_sent_while_the_history_grows(runs: Path, client: MlflowClient) -> None:
     with Tracker.start(Config(), f"{runs}/growing", {}, send_seconds=0.1) as tracker:
-        history: list[dict[str, object]] = []
-        tracker.follow(history)
         for row in HISTORY:
-            history.append(row)
-            assert wait_for(lambda: tracker._next == len(history), seconds=60)
+            tracker.log_row(row)
+            assert wait_for(lambda: not tracker.unsent, seconds=60)
     assert sent_steps(client, tracker) == SENT
 
 
@@ -311,7 +311,7 @@ from malmen.platform.tracking.store import check_reachable
 from malmen.platform.tracking.tracker import Tracker
 tracker = Tracker.start(Config(), sys.argv[1], {}, send_seconds=0.1)
 tracker.log(1, {"meta_loss": 1.0})
-while not tracker._next or tracker._batch:
+while tracker.unsent:
     time.sleep(0.1)
 print(tracker.run_id, flush=True)
 time.sleep(600)
@@ -353,10 +353,22 @@ def test_a_killed_driver_leaves_no_running_run(runs: Path, client: MlflowClient)
 
 @pytest.mark.slow  # another interpreter imports mlflow
 @pytest.mark.timeout(600)
+def test_a_run_whose_store_is_away_at_the_end_is_ended_by_the_watcher(
+    runs: Path, client: MlflowClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    with start(runs) as tracker:
+        tracker.log(1, {"meta_loss": 1.0})
+        tracker.uri = "http://127.0.0.1:1"  # where nobody answers; the watcher knows the real one
+    assert "could not be ended as FINISHED in http://127.0.0.1:1; 1 rows were not sent" in caplog.text
+    assert wait_for(lambda: run_of(client, tracker).info.status == "FINISHED", seconds=300)
+
+
+@pytest.mark.slow  # another interpreter imports mlflow
+@pytest.mark.timeout(600)
 def test_the_watcher_of_a_dead_driver_leaves_the_resumed_run_alone(runs: Path, client: MlflowClient) -> None:
     dead = start(runs)
     with Tracker.start(Config(), f"{runs}/a", {}, run_id=dead.run_id) as resumed:
-        assert dead._watcher is not None and dead._watcher.stdin is not None
+        assert dead._watcher.stdin is not None
         dead._watcher.stdin.close()  # as the end of its process would
         assert wait_for(lambda: not watchers(dead), seconds=300)
         assert run_of(client, resumed).info.status == "RUNNING"
