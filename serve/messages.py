@@ -118,6 +118,12 @@ class Change(WriterRequest[Receipt]):
         """How many facts are to be added or removed."""
         return len(self.facts) + len(self.remove)
 
+    def request(self) -> dict[str, Any]:
+        """What is asked, as JSON: it tells a repeated request from another one with the same key."""
+        facts = [[fact.prompt, fact.answer] for fact in self.facts]
+        rest = {"dry_run": self.dry_run, "base_version": self.base_version}
+        return {"facts": facts, "remove": list(self.remove), **rest}
+
 
 @dataclass(frozen=True)
 class WakeJobs(WriterRequest[None]):

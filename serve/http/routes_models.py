@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from malmen.serve.http.api import Backend, BackendDep, check_length, check_number, problems, requires
 from malmen.serve.http.schemas import EvaluateIn, EvaluateOut, Name
 from malmen.serve.http.schemas_openai import ChatIn, Chunks, CompletionIn, chat_completion, completion
-from malmen.serve.ledger.view import Version
+from malmen.serve.ledger.tables import Version
 from malmen.serve.messages import AnswerState, Evaluate, Prompt
 from malmen.serve.problems import Problem
 

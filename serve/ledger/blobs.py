@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -31,16 +30,13 @@ class BlobStore:
         target = self.path(name)
         if target.exists():
             return name
-        descriptor, scratch = tempfile.mkstemp(dir=self.folder, prefix=".writing-")
+        scratch = self.folder / f".writing-{uuid.uuid4().hex}"
         try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(scratch, target)
-        except BaseException:
-            Path(scratch).unlink(missing_ok=True)
-            raise
+            scratch.write_bytes(data)
+            sync(scratch)
+            scratch.replace(target)
+        finally:
+            scratch.unlink(missing_ok=True)
         sync(self.folder)
         return name
 

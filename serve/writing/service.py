@@ -12,31 +12,20 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from torch import Tensor
-
 from malmen.data.records import Fact
 from malmen.edit_set import EditSet, FactRows
 from malmen.editor import Editor
 from malmen.errors import EditError
 from malmen.lm.model import LanguageModel, fact_encoder
 from malmen.serve.ledger.blobs import BlobStore, as_stored
-from malmen.serve.ledger.chain import canonical, digest
-from malmen.serve.ledger.ledger import AcceptedChange, Ledger, NewEdit, Publication
-from malmen.serve.ledger.tables import LIVE
-from malmen.serve.ledger.view import Alias
+from malmen.serve.ledger.chain import digest
+from malmen.serve.ledger.ledger import AcceptedChange, Ledger
+from malmen.serve.ledger.tables import LIVE, Alias, NewEdit
 from malmen.serve.messages import Change, Outcome, Receipt
 from malmen.serve.problems import Conflict, Problem
 from malmen.serve.writing.candidate import Batch, Candidate
 from malmen.serve.writing.changes import LiveFacts, Plan, make_plan
-from malmen.serve.writing.fact_rows import (
-    join_rows,
-    plan_rows,
-    store_rows,
-    stored_rows,
-    too_large,
-    trace_rows,
-    within_memory,
-)
+from malmen.serve.writing.fact_rows import plan_rows, store_rows, stored_rows, too_large, trace_rows, within_memory
 from malmen.serve.writing.guards import Guards
 
 log = logging.getLogger(__name__)
@@ -83,12 +72,6 @@ class EditService:
             on_facts(min(first + at_once, len(encoded)))
         return FactRows.joined(parts)
 
-    def shifts(self) -> dict[str, Tensor]:
-        """The live version's shifts, in float64."""
-        with self.turn:
-            self._catch_up()
-            return self.edit_set.shifts()
-
     # --- deciding: each method returns the outcomes that it has; a request without one waits for the next round ---
 
     def _decide(self, waiting: Mapping[int, Change]) -> dict[int, Outcome]:
@@ -129,9 +112,9 @@ class EditService:
                 rows[index] = plan_rows(self.lm, self.editor, plan) if plan.new else None
             except Problem as problem:
                 refused[index] = problem
-        return Batch(
-            {index: plans[index] for index in rows}, join_rows([part for part in rows.values() if part])
-        ), refused
+        parts = [part for part in rows.values() if part]
+        joined = FactRows.joined(parts) if len(parts) > 1 else next(iter(parts), None)  # a single one is not copied
+        return Batch({index: plans[index] for index in rows}, joined), refused
 
     def _publish(self, batch: Batch) -> dict[int, Outcome]:
         """Solve, measure, record. A batch that is refused is halved: no request is refused for another's facts."""
@@ -148,7 +131,8 @@ class EditService:
             if refusals:
                 return self._publish_halves(batch) if others else {index: candidate.refused(index, refusals[index])}
             if plan.change.dry_run:
-                return {index: Receipt(candidate.replies(None, None, self._live_alias.version)[index])}
+                trial = candidate.version("a dry run", self._number, self._live_alias.version, None)
+                return {index: Receipt(plan.reply(candidate.reports()[index], trial))}
             return self._record(candidate)
         except Conflict:
             log.info("`live` was moved while a version was computed: computing it again")
@@ -186,41 +170,36 @@ class EditService:
     # --- recording -----------------------------------------------------------------------------------------
 
     def _record(self, candidate: Candidate) -> dict[int, Outcome]:
-        batch, alias = candidate.batch, self._live_alias
+        plans, rows, alias = candidate.batch.plans, candidate.batch.rows, self._live_alias
         stored = as_stored(candidate.shifts, self.lm.dtype)
         shifts = self.blobs.put(stored) if stored else None
-        places = iter(store_rows(self.blobs, batch.rows) if batch.rows else ())
+        names = [[new.id for new in plan.new] for plan in plans.values()]
+        ended = [tuple(plan.ended.items()) for plan in plans.values()]
         number = self._number + 1
-        added = {
-            index: tuple(
-                NewEdit(new.id, new.fact.prompt, new.fact.answer, *next(places), new.report(tokens))
-                for new, tokens in zip(batch.plans[index].new, predicted, strict=True)
+        name = "v" + digest([alias.version, number, shifts, names, ended])[:16]
+        version = candidate.version(name, number, alias.version, shifts)
+        places, reports = iter(store_rows(self.blobs, rows) if rows else ()), candidate.reports()
+        added = [
+            tuple(
+                NewEdit(new.id, new.fact.prompt, new.fact.answer, *next(places), report)
+                for new, report in zip(plan.new, reports[index], strict=True)
             )
-            for index, predicted in candidate.predicted().items()
-        }
-        names = [[new.id for new in edits] for edits in added.values()]
-        ended = [tuple(plan.ended.items()) for plan in batch.plans.values()]
-        version = "v" + digest(canonical([alias.version, number, shifts, names, ended]))[:16]
-        replies = candidate.replies(version, number, alias.version)
-        accepted = tuple(
-            AcceptedChange(plan.change, added[index], tuple(plan.ended.items()), replies[index])
-            for index, plan in batch.plans.items()
-        )
-        num_facts, report = candidate.edit_set.num_facts, candidate.measured.report()
-        publication = Publication(version, number, alias.version, alias.revision, shifts, num_facts, report, accepted)
-        self.ledger.publish(publication, self.epoch)
+            for index, plan in plans.items()
+        ]
+        replies = candidate.replies(version)
+        changes = (plan.change for plan in plans.values())
+        accepted = [*map(AcceptedChange, changes, added, ended, replies.values())]
+        self.ledger.publish(version, accepted, alias.revision, self.epoch)
         edits = self.ledger.edits_by_id([name for part in names for name in part])
         self.edit_set, self._number = candidate.edit_set, number
-        self.live.discard(name for plan in batch.plans.values() for name in plan.ended)
+        self.live.discard(name for part in ended for name, _ in part)
         self.live.add(edits)
-        self._alias = replace(alias, version=version, revision=alias.revision + 1)
+        self._alias = replace(alias, version=version.id, revision=alias.revision + 1)
         return {index: Receipt(reply) for index, reply in replies.items()}
 
     def _unchanged(self, plan: Plan) -> Receipt:
         """The reply to a change that asks only for what holds already."""
-        live = self.ledger.resolve(LIVE)
-        version, number = (None, None) if plan.change.dry_run else (live.id, live.number)
-        reply = plan.reply((), version, number, live.parent, self.edit_set.num_facts, live.report)
+        reply = plan.reply((), self.ledger.resolve(LIVE))
         if not plan.change.dry_run:
             self.ledger.store_reply(plan.change, reply)
         return Receipt(reply)
@@ -235,7 +214,6 @@ class EditService:
     def _catch_up(self) -> Alias:
         """Hold the facts that are live in the ledger: at the start, after a roll-back, and after a failure."""
         alias = self.ledger.alias(LIVE)
-        assert alias is not None
         if self._alias and (self._alias.version, self._alias.revision) == (alias.version, alias.revision):
             return alias
         wanted, held = self.ledger.members(alias.version), self.live.by_id.keys()

@@ -57,7 +57,7 @@ def test_only_the_request_whose_facts_do_not_hold_is_refused_for_it(bench: Bench
     problem = found.refused(1, refusals[1])
     assert problem.status == 422 and problem.more["facts"][0]["prompt"] == FACTS[1].prompt
     assert problem.more["facts"][0]["tokens_right"] == 0
-    replies = found.replies("v2", 2, "v1")
+    replies = found.replies(found.version("v2", 2, "v1", None))
     assert [replies[index].edits[0].holds for index in (0, 1)] == [True, False]
 
 
