@@ -56,11 +56,13 @@ def run(
 
 
 def _serve(settings: ServeConfig, host: str, port: int, address: str | None, as_json: bool) -> None:
+    from ray import serve as ray_serve
+
     from malmen.config import ClusterConfig
     from malmen.platform.cli.output import err, print_json
     from malmen.platform.cluster import connected
+    from malmen.serve.app import start_endpoint
     from malmen.serve.http.access import load_access, token_of
-    from malmen.serve.launch import start_endpoint, stop_endpoint
     from malmen.serve.ledger.opening import open_ledger, pin_editor
 
     settings = pin_editor(settings)
@@ -82,7 +84,7 @@ def _serve(settings: ServeConfig, host: str, port: int, address: str | None, as_
             err.print(f"Web console: {page}", highlight=False, soft_wrap=True)
         stopped.wait()
         err.print("Stopping.")
-        stop_endpoint()
+        ray_serve.shutdown()  # the store keeps everything
 
 
 def _absolute_paths(settings: ServeConfig) -> ServeConfig:

@@ -16,7 +16,7 @@ from malmen.serve.http.api import Backend, BackendDep, check_length, check_numbe
 from malmen.serve.http.schemas import KEY_PATTERN, EditId, EditList, EditOut, EditsIn, JobOut
 from malmen.serve.ledger.jobs import Job
 from malmen.serve.ledger.tables import LIVE
-from malmen.serve.ledger.view import Edit, LedgerView
+from malmen.serve.ledger.view import LedgerView
 from malmen.serve.messages import Change, EditReply, WakeJobs
 from malmen.serve.problems import Problem
 
@@ -43,7 +43,9 @@ async def make_edits(
     body: EditsIn, response: Response, backend: BackendDep, caller: Annotated[Caller, requires("edit")], key: Key = None
 ) -> Any:
     """Add facts, remove edits, or both: one new version, or nothing."""
-    check_size(body, backend)
+    check_number(len(body.facts) + len(body.remove), "facts in one request", backend.settings.limits.facts_per_call)
+    for index, fact in enumerate(body.facts):
+        check_length(backend, f"fact {index}", fact.prompt, fact.answer)
     facts = tuple(fact.fact() for fact in body.facts)
     change = Change(caller.name, facts, tuple(body.remove), key, body.dry_run, body.base_version)
     if len(facts) > backend.settings.limits.job_facts:
@@ -64,14 +66,12 @@ async def apply_change(backend: Backend, change: Change, response: Response) -> 
     if backend.waiting >= limit:
         raise Problem(429, f"{limit} edits are waiting for the writer already", retry_after=1)
     backend.waiting += 1
-    backend.metrics.waiting.set(backend.waiting)
     try:
         own_key = not change.key and not change.dry_run
         keyed = replace(change, key=f"own {uuid.uuid4().hex}") if own_key else change
         receipt = await backend.workers.ask_writer(keyed)
     finally:
         backend.waiting -= 1
-        backend.metrics.waiting.set(backend.waiting)
     reply, replayed = receipt.reply, receipt.replayed and not own_key
     if reply.dry_run or replayed or not (reply.num_added or reply.removed):
         response.status_code = 200
@@ -95,7 +95,7 @@ async def list_edits(
 @router.get("/v1/edits/{id}", response_model=EditOut, responses=problems(404), dependencies=[requires("read")])
 async def get_edit(backend: BackendDep, id: EditId) -> Any:
     """One edit."""
-    edit = await to_thread(_find_edit, backend.ledger, id)
+    edit = await to_thread(backend.ledger.edit, id)
     return (await to_thread(edit_rows, backend.ledger, [edit]))[0]
 
 
@@ -104,7 +104,7 @@ async def remove_edit(
     backend: BackendDep, id: EditId, response: Response, caller: Annotated[Caller, requires("edit")], key: Key = None
 ) -> Any:
     """Remove one edit exactly: a new version without it."""
-    await to_thread(_find_edit, backend.ledger, id)
+    await to_thread(backend.ledger.edit, id)
     return await apply_change(backend, Change(caller.name, remove=(id,), key=key), response)
 
 
@@ -114,19 +114,10 @@ async def get_job(backend: BackendDep, id: JobId) -> Any:
     return job_out(await to_thread(backend.jobs.get, id))
 
 
-def check_size(body: EditsIn, backend: Backend) -> None:
-    """Raise a Problem 413 if a request is beyond the configured limits."""
-    number = len(body.facts) + len(body.remove)
-    check_number(number, "facts in one request", backend.settings.limits.facts_per_call)
-    for index, fact in enumerate(body.facts):
-        check_length(backend, f"fact {index}", fact.prompt, fact.answer)
-
-
 def job_out(job: Job) -> dict[str, Any]:
     """A job as its caller reads it."""
-    state = "running" if job.state == "again" else job.state
-    progress = {"id": job.id, "state": state, "done": job.done, "total": job.total}
-    return {**progress, "problem" if job.state == "failed" else "result": job.result}
+    outcome = {"result": None, "problem" if job.state == "failed" else "result": job.result}
+    return {**vars(job), "state": "running" if job.state == "again" else job.state, **outcome}
 
 
 def edit_rows(ledger: LedgerView, edits: Sequence[Edit]) -> list[dict[str, Any]]:
@@ -138,16 +129,8 @@ def edit_rows(ledger: LedgerView, edits: Sequence[Edit]) -> list[dict[str, Any]]
     for edit in edits:
         how = [kind for version, kind in ended.get(edit.id, ()) if version in ancestors]
         state = "live" if edit.id in held else how[-1] if how else "rolled_back"
-        public = {name: getattr(edit, name) for name in ("id", "number", "prompt", "answer", "version", "actor", "at")}
-        rows.append({**public, "state": state, **edit.report})
+        rows.append({**vars(edit), "state": state, **edit.report})
     return rows
-
-
-def _find_edit(ledger: LedgerView, name: str) -> Edit:
-    edit = ledger.edit(name)
-    if edit is None:
-        raise Problem(404, f"edit {name!r} not found")
-    return edit
 
 
 def _page(ledger: LedgerView, limit: int, before: int | None, state: str) -> dict[str, Any]:

@@ -79,7 +79,7 @@ async def evaluate(body: EvaluateIn, backend: BackendDep) -> Any:
     _check_size(backend, body)
     records = [record.record() for record in body.records]
     result = await backend.workers.ask_reader(Evaluate(records, version.shifts, body.generate))
-    return {"version": version.id, "scores": result.scores, "facts": result.facts}
+    return {"version": version.id, **vars(result)}
 
 
 async def find_version(backend: Backend, name: str, min_version: str | None) -> Version:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Header, Query
 from fastapi import Path as PathParameter
 from fastapi.responses import FileResponse, PlainTextResponse, Response
+from prometheus_client import generate_latest
 
 from malmen.serve.http.access import Caller
 from malmen.serve.http.api import CONSOLE, Backend, BackendDep, problems, requires
@@ -17,7 +18,6 @@ from malmen.serve.http.routes_edits import edit_rows
 from malmen.serve.http.schemas import (
     AliasIn,
     AliasList,
-    AliasOut,
     AuditOut,
     ExportIn,
     ExportOut,
@@ -25,13 +25,12 @@ from malmen.serve.http.schemas import (
     VersionDetail,
     VersionList,
 )
-from malmen.serve.ledger.tables import LIVE
-from malmen.serve.ledger.view import LedgerView, Version
+from malmen.serve.ledger.tables import LIVE, Alias, Version
+from malmen.serve.ledger.view import LedgerView
 from malmen.serve.messages import Export
 from malmen.serve.problems import Problem
 
 router = APIRouter(tags=["state"])
-_ASSETS = {"console.js": "text/javascript", "api.js": "text/javascript", "console.css": "text/css"}
 AliasName = Annotated[str, PathParameter(pattern=r"^[a-z][a-z0-9_-]{0,63}$")]
 
 
@@ -59,20 +58,18 @@ async def get_version(backend: BackendDep, id: Name) -> Any:
 @router.get("/v1/aliases", response_model=AliasList, responses=problems(), dependencies=[requires("read")])
 async def list_aliases(backend: BackendDep) -> Any:
     """All aliases; `live` is served by default, and the next edit builds on it."""
-    return {"aliases": [vars(alias) for alias in await to_thread(backend.ledger.aliases)]}
+    return {"aliases": await to_thread(backend.ledger.aliases)}
 
 
-@router.get("/v1/aliases/{name}", response_model=AliasOut, responses=problems(404), dependencies=[requires("read")])
+@router.get("/v1/aliases/{name}", response_model=Alias, responses=problems(404), dependencies=[requires("read")])
 async def get_alias(backend: BackendDep, name: AliasName, response: Response) -> Any:
     """An alias, with its revision as the ETag."""
     alias = await to_thread(backend.ledger.alias, name)
-    if alias is None:
-        raise Problem(404, f"alias {name!r} not found")
     response.headers["ETag"] = f'"{alias.revision}"'
-    return vars(alias)
+    return alias
 
 
-@router.put("/v1/aliases/{name}", response_model=AliasOut, responses=problems(404, 409, 412, 428))
+@router.put("/v1/aliases/{name}", response_model=Alias, responses=problems(404, 409, 412, 428))
 async def move_alias(
     backend: BackendDep,
     name: AliasName,
@@ -82,11 +79,13 @@ async def move_alias(
     if_match: Annotated[str | None, Header(description="the alias's ETag; a new alias needs none")] = None,
 ) -> Any:
     """Move an alias, atomically: promote a version, or roll back to one."""
-    revision = _revision(if_match)
+    seen = re.fullmatch(r'"?(\d{1,18})"?', if_match.strip()) if if_match is not None else None
+    if if_match is not None and seen is None:
+        raise Problem(412, f'cannot read If-Match {if_match!r}: expected the ETag of an alias, such as "3"')
     version = await to_thread(backend.ledger.resolve, body.version)
-    moved = await to_thread(backend.ledger.set_alias, name, version.id, revision, caller.name)
+    moved = await to_thread(backend.ledger.set_alias, name, version.id, seen and int(seen[1]), caller.name)
     response.headers["ETag"] = f'"{moved.revision}"'
-    return vars(moved)
+    return moved
 
 
 @router.post("/v1/versions/{id}/export", status_code=201, response_model=ExportOut, responses=problems(404))
@@ -121,13 +120,9 @@ async def audit(
     verify: Annotated[bool, Query(description="verify the chain of hashes and all tables")] = False,
 ) -> Any:
     """Who did what, the oldest entry first."""
-    entries = await to_thread(backend.ledger.audit, after, limit)
+    entries = [vars(entry) for entry in await to_thread(backend.ledger.audit, after, limit)]
     intact = (await to_thread(backend.ledger.verify))["intact"] if verify else None
-    return {
-        "entries": [vars(entry) for entry in entries],
-        "next": entries[-1].seq if len(entries) == limit else None,
-        "intact": intact,
-    }
+    return {"entries": entries, "next": entries[-1]["seq"] if len(entries) == limit else None, "intact": intact}
 
 
 @router.get("/v1/status", responses=problems())
@@ -159,7 +154,8 @@ async def metrics(backend: BackendDep) -> Response:
     live = await to_thread(backend.ledger.resolve, LIVE)
     backend.metrics.live_facts.set(live.num_facts)
     backend.metrics.live_number.set(live.number)
-    return Response(backend.metrics.text(), media_type="text/plain; version=0.0.4")
+    backend.metrics.waiting.set(backend.waiting)
+    return Response(generate_latest(backend.metrics.registry), media_type="text/plain; version=0.0.4")
 
 
 @router.get("/healthz")
@@ -184,27 +180,10 @@ async def console() -> FileResponse:
     return FileResponse(CONSOLE / "index.html", media_type="text/html")
 
 
-@router.get("/console/{name}", include_in_schema=False)
-async def asset(name: str) -> Response:
-    """A script or style of the console."""
-    if name not in _ASSETS:
-        raise Problem(404, f"file {name!r} of the console not found")
-    return FileResponse(CONSOLE / name, media_type=_ASSETS[name])
-
-
 @router.get("/favicon.ico", include_in_schema=False)
 async def favicon() -> Response:
     """None: browsers request it anyway."""
     return Response(status_code=204)
-
-
-def _revision(if_match: str | None) -> int | None:
-    if if_match is None:
-        return None
-    match = re.fullmatch(r'"?(\d{1,18})"?', if_match.strip())
-    if match is None:
-        raise Problem(412, f'cannot read If-Match {if_match!r}: expected the ETag of an alias, such as "3"')
-    return int(match[1])
 
 
 def _exported_file(backend: Backend, version: str, kind: str, name: str) -> Path:
@@ -224,8 +203,7 @@ def _aliases_by_version(ledger: LedgerView) -> dict[str, list[str]]:
 
 
 def _version_row(version: Version, aliases: dict[str, list[str]]) -> dict[str, Any]:
-    public = {name: getattr(version, name) for name in ("id", "number", "parent", "num_facts", "actor", "at")}
-    return {**public, "aliases": aliases.get(version.id, []), "guard": version.report}
+    return {**vars(version), "aliases": aliases.get(version.id, []), "guard": version.report}
 
 
 def _version_detail(ledger: LedgerView, name: str) -> dict[str, Any]:
