@@ -14,8 +14,7 @@ from fastapi import APIRouter, Header, Path, Query, Response
 from malmen.serve.http.access import Caller
 from malmen.serve.http.api import Backend, BackendDep, check_length, check_number, problems, requires
 from malmen.serve.http.schemas import KEY_PATTERN, EditId, EditList, EditOut, EditsIn, JobOut
-from malmen.serve.ledger.jobs import Job
-from malmen.serve.ledger.tables import LIVE
+from malmen.serve.ledger.tables import LIVE, Edit, Job
 from malmen.serve.ledger.view import LedgerView
 from malmen.serve.messages import Change, EditReply, WakeJobs
 from malmen.serve.problems import Problem

@@ -76,9 +76,14 @@ async def chat(body: ChatIn, backend: BackendDep) -> Response:
 async def evaluate(body: EvaluateIn, backend: BackendDep) -> Any:
     """Measure a version on records, teacher-forced and generated, and compare with the unedited model."""
     version = await to_thread(backend.ledger.resolve, body.version)
-    _check_size(backend, body)
-    records = [record.record() for record in body.records]
-    result = await backend.workers.ask_reader(Evaluate(records, version.shifts, body.generate))
+    limits, records = backend.settings.limits, body.records
+    check_number(len(records), "records in one evaluation", limits.evaluate_records)
+    # A reader answers nobody else meanwhile, so the limit is on all facts, not only on records.
+    check_number(sum(record.num_facts() for record in records), "facts in one evaluation", limits.evaluate_facts)
+    for index, record in enumerate(records):
+        check_length(backend, f"record {index}", *record.texts())
+    request = Evaluate([record.record() for record in records], version.shifts, body.generate)
+    result = await backend.workers.ask_reader(request)
     return {"version": version.id, **vars(result)}
 
 
@@ -117,15 +122,6 @@ def _completed(backend: Backend, answers: list[AnswerState], reply: dict[str, An
     backend.metrics.tokens.inc(sum(answer.completion_tokens for answer in answers))
     readers = dict.fromkeys(answer.reader for answer in answers if answer.reader)
     return JSONResponse(reply, headers={"X-Malmen-Reader": ", ".join(readers)} if readers else None)
-
-
-def _check_size(backend: Backend, body: EvaluateIn) -> None:
-    """A reader answers nobody else meanwhile, so the limit is on all facts, not only on records."""
-    limits, records = backend.settings.limits, body.records
-    check_number(len(records), "records in one evaluation", limits.evaluate_records)
-    check_number(sum(record.num_facts() for record in records), "facts in one evaluation", limits.evaluate_facts)
-    for index, record in enumerate(records):
-        check_length(backend, f"record {index}", *record.texts())
 
 
 def _model(name: str) -> dict[str, Any]:

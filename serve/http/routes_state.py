@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from asyncio import to_thread
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -42,11 +44,8 @@ async def list_versions(
 ) -> Any:
     """Versions, the newest first."""
     versions = await to_thread(backend.ledger.versions, limit, before)
-    aliases = await to_thread(_aliases_by_version, backend.ledger)
-    return {
-        "versions": [_version_row(version, aliases) for version in versions],
-        "next": versions[-1].number if len(versions) == limit and versions[-1].number else None,
-    }
+    last = versions[-1].number if len(versions) == limit else 0
+    return {"versions": await to_thread(_version_rows, backend.ledger, versions), "next": last or None}
 
 
 @router.get("/v1/versions/{id}", response_model=VersionDetail, responses=problems(404), dependencies=[requires("read")])
@@ -195,23 +194,17 @@ def _exported_file(backend: Backend, version: str, kind: str, name: str) -> Path
     return folder / name
 
 
-def _aliases_by_version(ledger: LedgerView) -> dict[str, list[str]]:
-    names: dict[str, list[str]] = {}
+def _version_rows(ledger: LedgerView, versions: Sequence[Version]) -> list[dict[str, Any]]:
+    """Versions as callers read them, each with its aliases."""
+    names: dict[str, list[str]] = defaultdict(list)
     for alias in ledger.aliases():
-        names.setdefault(alias.version, []).append(alias.name)
-    return names
-
-
-def _version_row(version: Version, aliases: dict[str, list[str]]) -> dict[str, Any]:
-    return {**vars(version), "aliases": aliases.get(version.id, []), "guard": version.report}
+        names[alias.version].append(alias.name)
+    return [{**vars(version), "aliases": names[version.id], "guard": version.report} for version in versions]
 
 
 def _version_detail(ledger: LedgerView, name: str) -> dict[str, Any]:
     version = ledger.resolve(name)
     how = ledger.changes(version.id)
-    rows = edit_rows(ledger, ledger.edits_by_id(sorted(how)))
-    return {
-        **_version_row(version, _aliases_by_version(ledger)),
-        "added": [row for row in rows if how[row["id"]] == "added"],
-        "ended": [{**row, "how": how[row["id"]]} for row in rows if how[row["id"]] != "added"],
-    }
+    rows = [{**row, "how": how[row["id"]]} for row in edit_rows(ledger, ledger.edits_by_id(sorted(how)))]
+    added, ended = ([row for row in rows if (row["how"] == "added") == new] for new in (True, False))
+    return {**_version_rows(ledger, [version])[0], "added": added, "ended": ended}

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from itertools import groupby
 from typing import Any
 
 from jinja2 import TemplateError
@@ -86,12 +87,14 @@ class Reader:
             Answer(self.lm, self._fitting(prompt.sampling, len(ids)), len(ids))
             for prompt, ids in zip(prompts, encoded, strict=True)
         ]
-        with (
-            self._turn,
-            edited_rows(self.lm, list(self._groups([prompts[index].shifts for index in order]))),
-        ):
-            for _ in decode_batch(self.lm, [encoded[index] for index in order], [answers[index] for index in order]):
-                yield [answer.state() for answer in answers]
+        with self._turn:
+            runs = groupby(prompts[index].shifts for index in order)
+            overlays = [(self.overlay(shifts), len(list(rows))) for shifts, rows in runs]
+            with edited_rows(self.lm, overlays):
+                for _ in decode_batch(
+                    self.lm, [encoded[index] for index in order], [answers[index] for index in order]
+                ):
+                    yield [answer.state() for answer in answers]
 
     def _chat_text(self, turns: list[dict[str, str]]) -> str | None:
         """The turns in the form of the tokenizer's chat template; None where it has none.
@@ -123,14 +126,6 @@ class Reader:
             return sampling
         room = self.encoder.max_length - prompt_tokens + 1
         return replace(sampling, max_tokens=max(1, min(sampling.max_tokens, room)))
-
-    def _groups(self, shifts: Sequence[str | None]) -> Iterator[tuple[Overlay | None, int]]:
-        """(edit, number of rows) of each run of equal shifts."""
-        start = 0
-        for stop in range(1, len(shifts) + 1):
-            if stop == len(shifts) or shifts[stop] != shifts[start]:
-                yield self.overlay(shifts[start]), stop - start
-                start = stop
 
 
 class ReaderWorker:
