@@ -99,10 +99,7 @@ BackendDep = Annotated[Backend, Depends(find_backend)]
 def requires(scope: Scope) -> Any:
     """A dependency: the caller, if the token has this scope."""
 
-    def check(
-        backend: BackendDep,
-        given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)],
-    ) -> Caller:
+    def check(backend: BackendDep, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]) -> Caller:
         caller = backend.access.caller(given.credentials if given else None)
         backend.rate.count(caller.name)
         caller.require(scope)

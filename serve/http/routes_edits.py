@@ -94,8 +94,7 @@ async def list_edits(
 @router.get("/v1/edits/{id}", response_model=EditOut, responses=problems(404), dependencies=[requires("read")])
 async def get_edit(backend: BackendDep, id: EditId) -> Any:
     """One edit."""
-    edit = await to_thread(backend.ledger.edit, id)
-    return (await to_thread(edit_rows, backend.ledger, [edit]))[0]
+    return (await to_thread(lambda: edit_rows(backend.ledger, [backend.ledger.edit(id)])))[0]
 
 
 @router.delete("/v1/edits/{id}", status_code=201, response_model=EditReply, responses=problems(404, 409))

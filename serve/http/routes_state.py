@@ -188,8 +188,7 @@ async def favicon() -> Response:
 def _exported_file(backend: Backend, version: str, kind: str, name: str) -> Path:
     """A file of an export; `name` is compared with the files that exist, so it is never used as a path."""
     folder = backend.settings.export_folder(backend.ledger.resolve(version).id, kind)
-    names = {path.name for path in folder.iterdir() if path.is_file()} if folder.is_dir() else set()
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name not in names:
+    if name not in {path.name for path in folder.glob("*") if path.is_file()}:
         raise Problem(404, f"file {name!r} of a {kind} export of {version} not found; POST …/export creates one")
     return folder / name
 

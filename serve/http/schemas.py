@@ -137,11 +137,9 @@ class AliasList(BaseModel):
     aliases: list[Alias]
 
 
-class RecordIn(RequestBody):
+class RecordIn(FactIn):
     """An edit with rephrasings, which must follow it, and unrelated facts, which must not change."""
 
-    prompt: Text
-    answer: Text
     rephrasings: list[Text] = []
     unrelated: list[FactIn] = []
 
@@ -157,7 +155,7 @@ class RecordIn(RequestBody):
     def record(self) -> EditRecord:
         """As the evaluation's record."""
         return EditRecord(
-            Fact(self.prompt, self.answer),
+            self.fact(),
             tuple(Fact(prompt, self.answer) for prompt in self.rephrasings),
             tuple(fact.fact() for fact in self.unrelated),
         )

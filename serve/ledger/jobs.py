@@ -41,24 +41,22 @@ class JobBook:
 
     def get(self, name: str) -> Job:
         """The job with this id."""
-        job = self._find(id=name)
+        with self.ledger.reading() as connection:
+            job = _find(connection, id=name)
         if job is None:
             raise Problem(404, f"job {name!r} not found")
         return job
 
     def next(self) -> Job | None:
         """The oldest unfinished job, including one that was running when the writer died."""
-        return self._find(_UNFINISHED)
+        with self.ledger.reading() as connection:
+            return _find(connection, _UNFINISHED)
 
     def mark(self, name: str, **values: Any) -> None:
         """Record progress, or the end."""
         unfinished = update(tables.jobs).where(_UNFINISHED)  # a finished job keeps its result
         with self.ledger.writing() as connection:
             connection.execute(unfinished.filter_by(id=name).values(**values))
-
-    def _find(self, *conditions: Any, **values: Any) -> Job | None:
-        with self.ledger.reading() as connection:
-            return _find(connection, *conditions, **values)
 
 
 def _find(connection: Connection, *conditions: Any, **values: Any) -> Job | None:

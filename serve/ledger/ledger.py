@@ -130,10 +130,8 @@ class Ledger(LedgerView):
                 state = f'is at "{current}"' if current is not None else "does not exist"
                 raise Problem(412, f'If-Match names "{revision}", but the alias {name!r} {state}')
             alias = Alias(name, version, 1 if current is None else current + 1, now())
-            if current is None:
-                connection.execute(insert(tables.aliases).values(**vars(alias)))
-            else:
-                connection.execute(update(tables.aliases).filter_by(name=name).values(**vars(alias)))
+            statement = insert(tables.aliases) if current is None else update(tables.aliases).filter_by(name=name)
+            connection.execute(statement.values(**vars(alias)))
             self._append(connection, actor, "alias", {"name": name, "version": version, "revision": alias.revision})
         return alias
 

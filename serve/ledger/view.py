@@ -63,11 +63,6 @@ class LedgerView:
         """The newest first, those with a number below `before`."""
         return [Version(**row) for row in self._page(tables.versions, limit, before)]
 
-    def last_number(self) -> int:
-        """The number of the newest version."""
-        with self.reading() as connection:
-            return int(connection.execute(select(func.max(tables.versions.c.number))).scalar_one())
-
     def edit(self, name: str) -> Edit:
         """The edit with this id; a Problem 404 where there is none."""
         for edit in self.edits_by_id([name]):

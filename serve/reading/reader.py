@@ -19,16 +19,7 @@ from malmen.evaluate import evaluate
 from malmen.lm.model import LanguageModel, fact_encoder
 from malmen.lm.overlay import Overlay, edited_rows
 from malmen.serve.ledger.blobs import BlobStore
-from malmen.serve.messages import (
-    AnswerState,
-    CountVersions,
-    Evaluate,
-    Prompt,
-    ReaderRequest,
-    Reply,
-    Sampling,
-    Scores,
-)
+from malmen.serve.messages import AnswerState, CountVersions, Evaluate, Prompt, ReaderRequest, Reply, Sampling, Scores
 from malmen.serve.problems import Problem
 from malmen.serve.reading.decoding import Answer, decode_batch
 
@@ -56,10 +47,8 @@ class Reader:
 
     def memory(self) -> dict[str, int]:
         """Versions in memory, and their bytes."""
-        return {
-            "versions": len(self._overlays),
-            "bytes": sum(edit.num_bytes() for edit in list(self._overlays.values())),
-        }
+        edits = list(self._overlays.values())
+        return {"versions": len(edits), "bytes": sum(edit.num_bytes() for edit in edits)}
 
     def encode(self, prompt: Prompt) -> list[int]:
         """A prompt's tokens; a Problem where the model cannot read it."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from malmen.data.records import Fact
 from malmen.data.tokens import EncodedFact, FactEncoder
+from malmen.edit_set import FactRows
 from malmen.errors import EditError
 from malmen.serve.ledger.tables import Edit, Version
 from malmen.serve.messages import Change, EditReply, FactResult, GuardReport
@@ -61,6 +62,7 @@ class Plan:
     new: tuple[NewFact, ...]
     unchanged: Mapping[int, Edit]  # facts that hold already, by index
     ended: Mapping[str, str]  # edit -> removed or superseded
+    rows: FactRows | None = None  # of the new facts, once they are traced
 
     def touches(self) -> set[str]:
         """What no other change of the same batch may touch: its prompts, the edits it ends or relies on, its key."""

@@ -23,7 +23,7 @@ from malmen.serve.ledger.ledger import AcceptedChange, Ledger
 from malmen.serve.ledger.tables import LIVE, Alias, NewEdit
 from malmen.serve.messages import Change, Outcome, Receipt
 from malmen.serve.problems import Conflict, Problem
-from malmen.serve.writing.candidate import Batch, Candidate
+from malmen.serve.writing.candidate import Candidate
 from malmen.serve.writing.changes import LiveFacts, Plan, make_plan
 from malmen.serve.writing.fact_rows import plan_rows, store_rows, stored_rows, too_large, trace_rows, within_memory
 from malmen.serve.writing.guards import Guards
@@ -98,38 +98,36 @@ class EditService:
                     break
             idle = {index: plan for index, plan in plans.items() if not plan.new and not plan.ended}
             outcomes |= {index: self._unchanged(plan) for index, plan in idle.items()}
-            batch, too_large = self._trace({index: plan for index, plan in plans.items() if index not in idle})
+            traced, refused = self._trace({index: plan for index, plan in plans.items() if index not in idle})
         except (EditError, OSError) as error:
             return self._failed(waiting, error) | outcomes
-        return outcomes | too_large | self._publish(batch)
+        return outcomes | refused | self._publish(traced)
 
-    def _trace(self, plans: Mapping[int, Plan]) -> tuple[Batch, dict[int, Problem]]:
+    def _trace(self, plans: Mapping[int, Plan]) -> tuple[dict[int, Plan], dict[int, Outcome]]:
         """The plans with the rows of their new facts, and the refusals of those that are too large for the memory."""
-        rows: dict[int, FactRows | None] = {}
-        refused = {}
+        traced: dict[int, Plan] = {}
+        refused: dict[int, Outcome] = {}
         for index, plan in plans.items():
             try:
-                rows[index] = plan_rows(self.lm, self.editor, plan) if plan.new else None
+                traced[index] = replace(plan, rows=plan_rows(self.lm, self.editor, plan)) if plan.new else plan
             except Problem as problem:
                 refused[index] = problem
-        parts = [part for part in rows.values() if part]
-        joined = FactRows.joined(parts) if len(parts) > 1 else next(iter(parts), None)  # a single one is not copied
-        return Batch({index: plans[index] for index in rows}, joined), refused
+        return traced, refused
 
-    def _publish(self, batch: Batch) -> dict[int, Outcome]:
+    def _publish(self, plans: Mapping[int, Plan]) -> dict[int, Outcome]:
         """Solve, measure, record. A batch that is refused is halved: no request is refused for another's facts."""
-        if not batch.plans:
+        if not plans:
             return {}
-        (index, plan), *others = batch.plans.items()
+        (index, plan), *others = plans.items()
         try:
             try:
-                size = sum(plan.change.size for plan in batch.plans.values())
-                candidate = within_memory(too_large(size), self._solve, batch)
+                size = sum(plan.change.size for plan in plans.values())
+                candidate = within_memory(too_large(size), self._solve, plans)
             except Problem as problem:
-                return self._publish_halves(batch) if others else {index: problem}
+                return self._publish_halves(plans) if others else {index: problem}
             refusals = candidate.refusals(self.guards)
             if refusals:
-                return self._publish_halves(batch) if others else {index: candidate.refused(index, refusals[index])}
+                return self._publish_halves(plans) if others else {index: candidate.refused(index, refusals[index])}
             if plan.change.dry_run:
                 trial = candidate.version("a dry run", self._number, self._live_alias.version, None)
                 return {index: Receipt(plan.reply(candidate.reports()[index], trial))}
@@ -139,14 +137,14 @@ class EditService:
             self._alias = None
             return {}
         except (EditError, OSError) as error:
-            return self._failed(batch.plans, error)
+            return self._failed(plans, error)
 
-    def _publish_halves(self, batch: Batch) -> dict[int, Outcome]:
-        first, second = batch.halves()
-        outcomes = self._publish(first)
+    def _publish_halves(self, plans: Mapping[int, Plan]) -> dict[int, Outcome]:
+        requests, middle = list(plans.items()), len(plans) // 2
+        outcomes = self._publish(dict(requests[:middle]))
         if self._alias is None:  # `live` was moved, or the store failed: the second half must be planned again
             return outcomes
-        return outcomes | self._publish(second)
+        return outcomes | self._publish(dict(requests[middle:]))
 
     def _failed(self, indices: Iterable[int], error: EditError | OSError) -> dict[int, Outcome]:
         """The same refusal for all: a database or store that fails, rows that are missing or were changed."""
@@ -156,21 +154,22 @@ class EditService:
             error = Problem(503, f"the store fails: {reason}", retry_after=5)
         return dict.fromkeys(indices, error)
 
-    def _solve(self, batch: Batch) -> Candidate:
-        plans, rows = batch.plans.values(), batch.rows
-        ended = [name for plan in plans for name in plan.ended]
+    def _solve(self, plans: Mapping[int, Plan]) -> Candidate:
+        parts = [plan.rows for plan in plans.values() if plan.rows]
+        rows = FactRows.joined(parts) if len(parts) > 1 else next(iter(parts), None)  # a single one is not copied
+        ended = [name for plan in plans.values() for name in plan.ended]
         changed = self.edit_set.changed([rows.to(self.lm.device)] if rows else [], self._stored_rows(ended))
         try:
             shifts = changed.shifts()
         except EditError as error:
             raise Problem(422, f"these facts cannot be merged: {error}") from error
-        measured = self.guards.measure(shifts, [new.encoded for plan in plans for new in plan.new])
-        return Candidate(batch, changed, shifts, measured)
+        measured = self.guards.measure(shifts, [new.encoded for plan in plans.values() for new in plan.new])
+        return Candidate(plans, rows, changed, shifts, measured)
 
     # --- recording -----------------------------------------------------------------------------------------
 
     def _record(self, candidate: Candidate) -> dict[int, Outcome]:
-        plans, rows, alias = candidate.batch.plans, candidate.batch.rows, self._live_alias
+        plans, alias = candidate.plans, self._live_alias
         stored = as_stored(candidate.shifts, self.lm.dtype)
         shifts = self.blobs.put(stored) if stored else None
         names = [[new.id for new in plan.new] for plan in plans.values()]
@@ -178,7 +177,8 @@ class EditService:
         number = self._number + 1
         name = "v" + digest([alias.version, number, shifts, names, ended])[:16]
         version = candidate.version(name, number, alias.version, shifts)
-        places, reports = iter(store_rows(self.blobs, rows) if rows else ()), candidate.reports()
+        places = iter(store_rows(self.blobs, candidate.rows) if candidate.rows else ())
+        reports = candidate.reports()
         added = [
             tuple(
                 NewEdit(new.id, new.fact.prompt, new.fact.answer, *next(places), report)
@@ -186,7 +186,7 @@ class EditService:
             )
             for index, plan in plans.items()
         ]
-        replies = candidate.replies(version)
+        replies = {index: plan.reply(reports[index], version) for index, plan in plans.items()}
         changes = (plan.change for plan in plans.values())
         accepted = [*map(AcceptedChange, changes, added, ended, replies.values())]
         self.ledger.publish(version, accepted, alias.revision, self.epoch)
@@ -225,7 +225,7 @@ class EditService:
         self.edit_set = within_memory(full, self.edit_set.changed, added, self._stored_rows(ended))
         self.live.discard(ended)
         self.live.add(missing)
-        self._alias, self._number = alias, self.ledger.last_number()
+        self._alias, self._number = alias, self.ledger.versions(1)[0].number
         return alias
 
     def _stored_rows(self, names: Sequence[str]) -> Iterator[FactRows]:
