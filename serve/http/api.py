@@ -1,4 +1,7 @@
-"""The FastAPI application: what happens around every request. The routes are in `routes_*`."""
+"""The FastAPI application: what happens around every request. The routes are in `routes_*`.
+
+A route that only asks the ledger is a plain function: FastAPI runs it in a thread.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from http import HTTPMethod
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,7 +37,6 @@ _BEARER = HTTPBearer(auto_error=False, description="a token of the endpoint; its
 CONSOLE = Path(__file__).parent.parent / "console"
 DEFAULT_RETRY_SECONDS = 2
 _POLICY = "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
-_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"})
 
 
 class Metrics:
@@ -139,7 +142,7 @@ async def _around_request(request: Request, call: Callable[[Request], Awaitable[
     else:
         response = await call(request)
     route = getattr(request.scope.get("route"), "path", "other")
-    method = request.method if request.method in _METHODS else "other"  # a client may send any word
+    method = request.method if request.method in HTTPMethod.__members__ else "other"  # a client may send any word
     seconds, status = time.monotonic() - began, response.status_code
     backend.metrics.requests.labels(method, route, str(status)).inc()
     backend.metrics.seconds.labels(route).observe(seconds)

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Header, Path, Query, Response
 
 from malmen.serve.http.access import Caller
 from malmen.serve.http.api import Backend, BackendDep, check_length, check_number, problems, requires
-from malmen.serve.http.schemas import KEY_PATTERN, EditId, EditList, EditOut, EditsIn, JobOut
+from malmen.serve.http.schemas import EditId, EditList, EditOut, EditsIn, JobOut
 from malmen.serve.ledger.tables import LIVE, Edit, Job
 from malmen.serve.ledger.view import LedgerView
 from malmen.serve.messages import Change, EditReply, WakeJobs
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 router = APIRouter(tags=["edits"])
 Key = Annotated[
     str | None,
-    Header(alias="Idempotency-Key", pattern=KEY_PATTERN, description="a request with the same key is carried out once"),
+    Header(alias="Idempotency-Key", pattern=r"^[\x21-\x7e]{1,200}$", description="carried out once for each key"),
 ]
 JobId = Annotated[str, Path(pattern="^j[0-9a-f]{20}$")]
 
@@ -81,20 +81,26 @@ async def apply_change(backend: Backend, change: Change, response: Response) -> 
 
 
 @router.get("/v1/edits", response_model=EditList, responses=problems(), dependencies=[requires("read")])
-async def list_edits(
+def list_edits(
     backend: BackendDep,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     before: Annotated[int | None, Query(ge=0, le=2**31 - 1, description="only numbers below this one")] = None,
     state: Annotated[Literal["live", "all"], Query(description="edits of the live version, or all")] = "live",
 ) -> Any:
     """Edits, the newest first."""
-    return await to_thread(_page, backend.ledger, limit, before, state)
+    ledger = backend.ledger
+    if state == "all":
+        edits = ledger.edits(limit, before)
+    else:
+        members = ledger.edits_by_id(sorted(ledger.members(ledger.resolve(LIVE).id)))
+        edits = [edit for edit in reversed(members) if before is None or edit.number < before][:limit]
+    return {"edits": edit_rows(ledger, edits), "next": edits[-1].number if len(edits) == limit else None}
 
 
 @router.get("/v1/edits/{id}", response_model=EditOut, responses=problems(404), dependencies=[requires("read")])
-async def get_edit(backend: BackendDep, id: EditId) -> Any:
+def get_edit(backend: BackendDep, id: EditId) -> Any:
     """One edit."""
-    return (await to_thread(lambda: edit_rows(backend.ledger, [backend.ledger.edit(id)])))[0]
+    return edit_rows(backend.ledger, [backend.ledger.edit(id)])[0]
 
 
 @router.delete("/v1/edits/{id}", status_code=201, response_model=EditReply, responses=problems(404, 409))
@@ -107,9 +113,9 @@ async def remove_edit(
 
 
 @router.get("/v1/jobs/{id}", response_model=JobOut, responses=problems(404), dependencies=[requires("edit")])
-async def get_job(backend: BackendDep, id: JobId) -> Any:
+def get_job(backend: BackendDep, id: JobId) -> Any:
     """The progress of a large change."""
-    return job_out(await to_thread(backend.jobs.get, id))
+    return job_out(backend.jobs.get(id))
 
 
 def job_out(job: Job) -> dict[str, Any]:
@@ -129,12 +135,3 @@ def edit_rows(ledger: LedgerView, edits: Sequence[Edit]) -> list[dict[str, Any]]
         state = "live" if edit.id in held else how[-1] if how else "rolled_back"
         rows.append({**vars(edit), "state": state, **edit.report})
     return rows
-
-
-def _page(ledger: LedgerView, limit: int, before: int | None, state: str) -> dict[str, Any]:
-    if state == "all":
-        edits = ledger.edits(limit, before)
-    else:
-        members = ledger.edits_by_id(sorted(ledger.members(ledger.resolve(LIVE).id)))
-        edits = [edit for edit in reversed(members) if before is None or edit.number < before][:limit]
-    return {"edits": edit_rows(ledger, edits), "next": edits[-1].number if len(edits) == limit else None}

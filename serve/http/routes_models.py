@@ -28,17 +28,16 @@ _STREAMS: dict[int | str, dict[str, Any]] = {
 
 
 @router.get("/v1/models", responses=problems())
-async def list_models(backend: BackendDep) -> dict[str, Any]:
+def list_models(backend: BackendDep) -> dict[str, Any]:
     """The aliases and the newest versions, as OpenAI lists models."""
-    aliases, versions = await to_thread(backend.ledger.aliases), await to_thread(backend.ledger.versions, 100)
-    names = [*(alias.name for alias in aliases), *(version.id for version in versions)]
+    names = [alias.name for alias in backend.ledger.aliases()] + [version.id for version in backend.ledger.versions()]
     return {"object": "list", "data": [_model(name) for name in names]}
 
 
 @router.get("/v1/models/{name}", responses=problems(404))
-async def get_model(backend: BackendDep, name: Name) -> dict[str, Any]:
+def get_model(backend: BackendDep, name: Name) -> dict[str, Any]:
     """A version or alias as a model."""
-    await to_thread(backend.ledger.resolve, name)
+    backend.ledger.resolve(name)
     return _model(name)
 
 

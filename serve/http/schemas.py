@@ -25,7 +25,6 @@ Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1), Af
 PromptText = Annotated[str, StringConstraints(min_length=1), AfterValidator(plain_text)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 EditId = Annotated[str, StringConstraints(pattern=r"^e[0-9a-f]{20}$")]
-KEY_PATTERN = r"^[\x21-\x7e]{1,200}$"
 
 
 class RequestBody(BaseModel, extra="forbid", frozen=True):

@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
@@ -58,9 +57,3 @@ class BlobStore:
         """The file of a blob."""
         assert len(name) == 64 and set(name) <= set("0123456789abcdef"), name
         return self.folder / f"{name}.safetensors"
-
-
-def as_stored(shifts: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Shifts as a version stores them: in float64 for an LM of that dtype, else in float32."""
-    stored = torch.float64 if dtype == torch.float64 else torch.float32
-    return {name: shift.to(stored) for name, shift in shifts.items()}

@@ -156,12 +156,7 @@ replays = Table(
     Column("reply", Json, nullable=False),
 )
 jobs = _table_of(Job, "jobs", "id")
-marks = Table(
-    "marks",
-    metadata,
-    Column("name", String(40), primary_key=True),
-    Column("value", Text, nullable=False),
-)
+marks = Table("marks", metadata, Column("name", String(40), primary_key=True), Column("value", Text, nullable=False))
 
 
 def open_engine(url: str) -> Engine:

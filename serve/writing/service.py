@@ -12,12 +12,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
 from malmen.data.records import Fact
 from malmen.edit_set import EditSet, FactRows
 from malmen.editor import Editor
 from malmen.errors import EditError
 from malmen.lm.model import LanguageModel, fact_encoder
-from malmen.serve.ledger.blobs import BlobStore, as_stored
+from malmen.serve.ledger.blobs import BlobStore
 from malmen.serve.ledger.chain import digest
 from malmen.serve.ledger.ledger import AcceptedChange, Ledger
 from malmen.serve.ledger.tables import LIVE, Alias, NewEdit
@@ -119,6 +121,8 @@ class EditService:
         if not plans:
             return {}
         (index, plan), *others = plans.items()
+        alias = self._alias
+        assert alias is not None
         try:
             try:
                 size = sum(plan.change.size for plan in plans.values())
@@ -129,9 +133,9 @@ class EditService:
             if refusals:
                 return self._publish_halves(plans) if others else {index: candidate.refused(index, refusals[index])}
             if plan.change.dry_run:
-                trial = candidate.version("a dry run", self._number, self._live_alias.version, None)
+                trial = candidate.version("a dry run", self._number, alias.version, None)
                 return {index: Receipt(plan.reply(candidate.reports()[index], trial))}
-            return self._record(candidate)
+            return self._record(candidate, alias)
         except Conflict:
             log.info("`live` was moved while a version was computed: computing it again")
             self._alias = None
@@ -168,15 +172,16 @@ class EditService:
 
     # --- recording -----------------------------------------------------------------------------------------
 
-    def _record(self, candidate: Candidate) -> dict[int, Outcome]:
-        plans, alias = candidate.plans, self._live_alias
-        stored = as_stored(candidate.shifts, self.lm.dtype)
-        shifts = self.blobs.put(stored) if stored else None
+    def _record(self, candidate: Candidate, alias: Alias) -> dict[int, Outcome]:
+        plans = candidate.plans
+        dtype = torch.float64 if self.lm.dtype == torch.float64 else torch.float32
+        shifts = {layer: shift.to(dtype) for layer, shift in candidate.shifts.items()}
+        blob = self.blobs.put(shifts) if shifts else None
         names = [[new.id for new in plan.new] for plan in plans.values()]
         ended = [tuple(plan.ended.items()) for plan in plans.values()]
         number = self._number + 1
-        name = "v" + digest([alias.version, number, shifts, names, ended])[:16]
-        version = candidate.version(name, number, alias.version, shifts)
+        name = "v" + digest([alias.version, number, blob, names, ended])[:16]
+        version = candidate.version(name, number, alias.version, blob)
         places = iter(store_rows(self.blobs, candidate.rows) if candidate.rows else ())
         reports = candidate.reports()
         added = [
@@ -205,11 +210,6 @@ class EditService:
         return Receipt(reply)
 
     # --- following the ledger ------------------------------------------------------------------------------
-
-    @property
-    def _live_alias(self) -> Alias:
-        assert self._alias is not None
-        return self._alias
 
     def _catch_up(self) -> Alias:
         """Hold the facts that are live in the ledger: at the start, after a roll-back, and after a failure."""
