@@ -82,7 +82,7 @@ class ReaderDeployment:
 
     def __init__(self, settings: ServeConfig) -> None:
         from malmen.serve.assembly import build_reader
-        from malmen.serve.reading.worker import ReaderWorker
+        from malmen.serve.reading.reader import ReaderWorker
 
         self.worker = ReaderWorker(build_reader(settings), self._decode)
         _set_batching(self._decode, settings.reader)

@@ -27,8 +27,10 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,9
 EditId = Annotated[str, StringConstraints(pattern=r"^e[0-9a-f]{20}$")]
 
 
-class RequestBody(BaseModel, extra="forbid", frozen=True):
+class RequestBody(BaseModel):
     """JSON that callers send."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class FactIn(RequestBody):

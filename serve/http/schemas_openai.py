@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from malmen.serve.http.schemas import Name, PromptText, plain_text
 from malmen.serve.messages import AnswerState, Sampling
@@ -15,8 +15,10 @@ from malmen.serve.messages import AnswerState, Sampling
 Stop = Annotated[str, Field(min_length=1, max_length=100), AfterValidator(plain_text)]
 
 
-class _CompletionBase(BaseModel, frozen=True):
+class _CompletionBase(BaseModel):
     """What both kinds of completion share; members that clients send and that change nothing here are ignored."""
+
+    model_config = ConfigDict(frozen=True)
 
     model: Name = Field(default="live", description="an alias (`live`, `base`, …) or a version's id")
     max_tokens: int | None = Field(default=None, ge=1, le=1_000_000)
@@ -49,16 +51,18 @@ class CompletionIn(_CompletionBase):
         return [self.prompt] if isinstance(self.prompt, str) else list(self.prompt)
 
 
-class Part(BaseModel, frozen=True):
+class Part(BaseModel):
     """A part of a message; only text is supported."""
 
+    model_config = ConfigDict(frozen=True)
     type: Literal["text"]
     text: PromptText
 
 
-class Message(BaseModel, frozen=True):
+class Message(BaseModel):
     """One turn of a chat."""
 
+    model_config = ConfigDict(frozen=True)
     role: Literal["system", "developer", "user", "assistant"]
     content: PromptText | Annotated[list[Part], Field(min_length=1)]
 

@@ -130,8 +130,10 @@ def _table_of(record: type, name: str, key: str, unique: str | None = None) -> T
     columns = []
     for field, hint in get_type_hints(record, include_extras=True).items():
         value, kind = get_args(hint) if get_origin(hint) is Annotated else (hint, _TYPES.get(hint, Json))
-        options = {"primary_key": field == key, "unique": field == unique, "nullable": type(None) in get_args(value)}
-        columns.append(Column(field, kind, **options, autoincrement=False))
+        null = type(None) in get_args(value)
+        columns.append(
+            Column(field, kind, primary_key=field == key, unique=field == unique, nullable=null, autoincrement=False)
+        )
     return Table(name, metadata, *columns)
 
 
