@@ -1,4 +1,4 @@
-"""The endpoint on Ray Serve: an ingress, exactly one writer, and readers that scale with the load.
+"""The endpoint on Ray Serve: an ingress, exactly one writer, and readers that scale with the load; how they start.
 
 Only the writer and the readers need torch and the model: they import them when they start.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -16,13 +17,13 @@ from typing import Any, cast
 import ray
 from fastapi import FastAPI
 from ray import serve
-from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
-from ray.serve.schema import ReplicaState
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ReplicaState
 
 from malmen.config import SPLIT
-from malmen.errors import UsageError
+from malmen.errors import EditError, RunStopped, UsageError
 from malmen.serve.http.access import VARIABLE, load_access
 from malmen.serve.http.api import Backend, make_app
 from malmen.serve.ledger.opening import open_ledger, pin_editor
@@ -38,25 +39,26 @@ from malmen.serve.messages import (
     WriterRequest,
     reply_or_raise,
 )
-from malmen.serve.problems import Problem, WorkerLost
+from malmen.serve.problems import Problem
 from malmen.serve.settings import ReaderConfig, ServeConfig, WriterConfig, parse_settings
 
 log = logging.getLogger(__name__)
+APPLICATION = "malmen"
+START_SECONDS = 600.0  # large models take long to load
 REPLACEMENT_SECONDS = 60.0  # that a request waits while Ray replaces a lost writer or reader
 REPLY_SECONDS = 600.0  # for one reply; longer work is a job
 STATUS_SECONDS = 2.0  # for a reader to tell how many versions it holds
-_LOST = (RayActorError, DeploymentUnavailableError, RayServeException, RayError)
+_LOST = (RayServeException, RayError)
 
 
 @serve.deployment(num_replicas=1, max_ongoing_requests=1000, health_check_period_s=2)
 class WriterDeployment:
     """The one writer. Changes that arrive while it solves are merged into the next solve."""
 
-    def __init__(self, raw: dict[str, Any]) -> None:
+    def __init__(self, settings: ServeConfig) -> None:
         from malmen.serve.assembly import build_service
         from malmen.serve.writing.writer import Writer
 
-        settings = parse_settings(raw, "the endpoint's settings")
         self.writer = Writer(build_service(settings), settings, self._apply)
         _set_batching(self._apply, settings.writer)
 
@@ -78,11 +80,10 @@ class WriterDeployment:
 class ReaderDeployment:
     """A reader. Prompts that arrive together are decoded together, whatever their versions."""
 
-    def __init__(self, raw: dict[str, Any]) -> None:
+    def __init__(self, settings: ServeConfig) -> None:
         from malmen.serve.assembly import build_reader
-        from malmen.serve.reading.worker import ReaderWorker
+        from malmen.serve.reading.reader import ReaderWorker
 
-        settings = parse_settings(raw, "the endpoint's settings")
         self.worker = ReaderWorker(build_reader(settings), self._decode)
         _set_batching(self._decode, settings.reader)
 
@@ -137,7 +138,7 @@ class RayWorkers:
         running, versions = readers.get(ReplicaState.RUNNING, 0), 0
         if running:
             try:
-                versions = await asyncio.wait_for(_ask_once(self.reader, "a reader", CountVersions()), STATUS_SECONDS)
+                versions = await asyncio.wait_for(self.ask_reader(CountVersions()), STATUS_SECONDS)
             except (Problem, TimeoutError):
                 log.info("no reader tells how many versions it holds")
         return WorkerStatus(writers.get(ReplicaState.RUNNING, 0) > 0, sum(readers.values()), running, versions)
@@ -148,33 +149,19 @@ async def _ask(handle: DeploymentHandle, worker: str, request: WriterRequest[Rep
     ends = time.monotonic() + REPLACEMENT_SECONDS
     while True:
         try:
-            return await _ask_once(handle, worker, request)
-        except WorkerLost:
+            outcome = await asyncio.wait_for(handle.ask.remote(request), REPLY_SECONDS)
+            return cast(Reply, reply_or_raise(outcome))
+        except TimeoutError as error:  # it may still be carried out: the same Idempotency-Key gives its result
+            raise Problem(503, f"{worker} did not reply within {REPLY_SECONDS:.0f} s", retry_after=5) from error
+        except BackPressureError as error:
+            raise Problem(429, f"{worker} is overloaded", retry_after=2) from error
+        except RayTaskError as error:  # it runs, and failed: it would fail again
+            log.error("%s failed", worker, exc_info=error)
+            raise Problem(503, f"{worker} failed: {type(error.cause).__name__}") from error
+        except _LOST as error:
             if not request.repeatable or time.monotonic() > ends:
-                raise
+                raise Problem(503, f"{worker} is not available: {type(error).__name__}", retry_after=2) from error
         await asyncio.sleep(0.2)
-
-
-async def _ask_once(
-    handle: DeploymentHandle, worker: str, request: WriterRequest[Reply] | ReaderRequest[Reply]
-) -> Reply:
-    try:
-        outcome = await asyncio.wait_for(handle.ask.remote(request), REPLY_SECONDS)
-    except TimeoutError as error:  # it may still be carried out: the same Idempotency-Key gives its result
-        raise Problem(503, f"{worker} did not reply within {REPLY_SECONDS:.0f} s", retry_after=5) from error
-    except BackPressureError as error:
-        raise Problem(429, f"{worker} is overloaded", retry_after=2) from error
-    except RayTaskError as error:  # it runs, and failed: it would fail again
-        log.error("%s failed", worker, exc_info=error)
-        raise Problem(503, f"{worker} failed: {type(error.cause).__name__}") from error
-    except _LOST as error:
-        raise WorkerLost(503, f"{worker} is not available: {type(error).__name__}", retry_after=2) from error
-    return cast(Reply, reply_or_raise(outcome))
-
-
-def _backend() -> Backend:
-    backend: Backend = cast(Any, serve.get_replica_context().servable_object).backend
-    return backend
 
 
 def _set_batching(method: Any, settings: WriterConfig | ReaderConfig) -> None:
@@ -185,7 +172,7 @@ def _set_batching(method: Any, settings: WriterConfig | ReaderConfig) -> None:
 
 def _app() -> FastAPI:
     """Built in the replica: an application that is pickled loses its annotations."""
-    return make_app(_backend)
+    return make_app(lambda: cast(Any, serve.get_replica_context().servable_object).backend)
 
 
 @serve.deployment(max_ongoing_requests=1000, health_check_period_s=2)
@@ -194,16 +181,14 @@ class Ingress:
     """Answers HTTP requests."""
 
     def __init__(
-        self, raw: dict[str, Any], writer: DeploymentHandle, reader: DeploymentHandle, tokens: str | None
+        self, settings: ServeConfig, writer: DeploymentHandle, reader: DeploymentHandle, tokens: str | None
     ) -> None:
-        settings = parse_settings(raw, "the endpoint's settings")
         access = load_access(settings.tokens_file, tokens)
         self.backend = Backend(settings, open_ledger(settings), access, RayWorkers(writer, reader))
 
 
 def make_application(settings: ServeConfig) -> serve.Application:
     """The deployments, bound to each other."""
-    raw = settings.model_dump(mode="json")
     readers = settings.reader
     scale = {
         "min_replicas": readers.min_replicas,
@@ -216,7 +201,7 @@ def make_application(settings: ServeConfig) -> serve.Application:
     ingress = deployments[2].options(num_replicas=settings.ingress_replicas, ray_actor_options={"num_cpus": 0.1})
     # Not as a variable of its environment, which Ray shows to everyone with access to the cluster.
     tokens = os.environ.get(VARIABLE)
-    bound: serve.Application = ingress.bind(raw, writer.bind(raw), reader.bind(raw), tokens)
+    bound: serve.Application = ingress.bind(settings, writer.bind(settings), reader.bind(settings), tokens)
     return bound
 
 
@@ -233,3 +218,30 @@ def _resources(settings: WriterConfig | ReaderConfig, name: str) -> dict[str, An
             raise UsageError(f"{name}.device is `split`, which needs a number of GPUs: set {name}.gpus")
         gpus = 0.5 if ray.cluster_resources().get("GPU", 0) >= 1 else 0.0
     return {"num_cpus": settings.cpus, "num_gpus": gpus}
+
+
+def start_endpoint(settings: ServeConfig, host: str, port: int, stopped: threading.Event) -> str:
+    """Deploy, wait until all deployments run, and return the address; EditError says why one does not start."""
+    serve.start(http_options={"host": host, "port": port}, logging_config={"log_level": "WARNING"})
+    target = serve.RunTarget(make_application(settings), name=APPLICATION, route_prefix="/")
+    serve.run_many([target], wait_for_applications_running=False)  # Ray would wait without end
+    ends = time.monotonic() + START_SECONDS
+    while (application := serve.status().applications.get(APPLICATION)) is None or (
+        application.status != ApplicationStatus.RUNNING
+    ):
+        if application and application.status == ApplicationStatus.DEPLOY_FAILED:
+            raise EditError(f"the endpoint did not start: {_reason(application)}")
+        if time.monotonic() > ends:
+            reason = application and (_reason(application) or application.status)
+            raise EditError(f"the endpoint has not started after {START_SECONDS:.0f} s: {reason}")
+        if stopped.wait(0.2):
+            raise RunStopped("stopped before the endpoint had started")
+    return f"http://{host}:{port}"
+
+
+def _reason(application: ApplicationStatusOverview) -> str:
+    """The last line that names an error in a replica, else the last line."""
+    messages = [deployment.message for deployment in application.deployments.values()]
+    lines = [line.strip() for message in messages for line in message.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line or "Problem" in line]
+    return (errors or lines or [""])[-1]

@@ -24,18 +24,14 @@ from malmen.serve.writing.service import EditService
 
 def build_service(settings: ServeConfig) -> EditService:
     """The writer's service, in the state of the ledger."""
-    folder = find_editor(settings.editor)
-    config = read_config(folder)
-    lm = _load_lm(settings, config, settings.writer.device)
+    folder, config, lm = _load(settings, settings.writer.device)
     guards = Guards(lm, settings.guard, load_probes(settings, config), config.batch.token_budget, config.data)
     return EditService(lm, load_editor(folder, lm), open_ledger(settings), BlobStore(settings.blob_folder), guards)
 
 
 def build_reader(settings: ServeConfig) -> Reader:
     """A reader of the store's versions."""
-    folder = find_editor(settings.editor)
-    config = read_config(folder)
-    lm = _load_lm(settings, config, settings.reader.device)
+    folder, config, lm = _load(settings, settings.reader.device)
     trained_for = read_state(folder)["base_model"]
     if lm.fingerprint() != trained_for:
         raise wrong_base_model(f"the editor in {folder}", trained_for, lm.fingerprint())
@@ -57,8 +53,10 @@ def load_probes(settings: ServeConfig, config: Config) -> Sequence[Fact]:
     return list(dict.fromkeys(fact for unrelated in unrelated_to_all(records) for fact in unrelated))[:number]
 
 
-def _load_lm(settings: ServeConfig, config: Config, device: str | None) -> LanguageModel:
-    """The base model, from the place and on the device that the endpoint's settings name."""
+def _load(settings: ServeConfig, device: str | None) -> tuple[str | Path, Config, LanguageModel]:
+    """The editor's folder and config, and the base model from the place and on the device that the settings name."""
+    folder = find_editor(settings.editor)
+    config = read_config(folder)
     given = {"name": settings.model, "device": device}
     model = config.model.model_copy(update={key: value for key, value in given.items() if value is not None})
-    return load_lm(on_own_device(model))
+    return folder, config, load_lm(on_own_device(model))

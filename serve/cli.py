@@ -6,7 +6,7 @@ import re
 import signal
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,14 +23,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="settings as key=value; `malmen serve settings` lists them")
-]
-
 
 @app.command("run")
 def run(
-    overrides: Overrides = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="settings as key=value; `malmen serve settings` lists them")
+    ] = None,
     editor: Annotated[
         str | None, typer.Option(help="a run's folder, models:/NAME/VERSION or models:/NAME@ALIAS")
     ] = None,
@@ -56,11 +54,13 @@ def run(
 
 
 def _serve(settings: ServeConfig, host: str, port: int, address: str | None, as_json: bool) -> None:
+    from ray import serve as ray_serve
+
     from malmen.config import ClusterConfig
     from malmen.platform.cli.output import err, print_json
     from malmen.platform.cluster import connected
+    from malmen.serve.app import start_endpoint
     from malmen.serve.http.access import load_access, token_of
-    from malmen.serve.launch import start_endpoint, stop_endpoint
     from malmen.serve.ledger.opening import open_ledger, pin_editor
 
     settings = pin_editor(settings)
@@ -82,30 +82,27 @@ def _serve(settings: ServeConfig, host: str, port: int, address: str | None, as_
             err.print(f"Web console: {page}", highlight=False, soft_wrap=True)
         stopped.wait()
         err.print("Stopping.")
-        stop_endpoint()
+        ray_serve.shutdown()  # the store keeps everything
 
 
 def _absolute_paths(settings: ServeConfig) -> ServeConfig:
     """Ray's processes run in other folders."""
     from malmen.runs.checkpoint_lookup import BEST
+    from malmen.serve.settings import parse_settings
 
-    editor = settings.editor
-    if "://" not in editor and not editor.startswith("models:/"):
-        editor = str(Path(editor).absolute())
-        if not Path(editor.removesuffix(BEST)).exists():
+    raw = settings.model_dump(mode="json")
+    paths = [(raw, "store"), (raw, "tokens"), (raw["guard"], "probes")]
+    if "://" not in settings.editor and not settings.editor.startswith("models:/"):
+        if not Path(settings.editor.removesuffix(BEST)).exists():
             raise EditError(f"no editor in {settings.editor}: expected a folder that `malmen train` writes")
-    changed: dict[str, Any] = {"editor": editor, "store": str(Path(settings.store).absolute())}
-    if settings.tokens:
-        changed["tokens"] = str(Path(settings.tokens).absolute())
+        paths.append((raw, "editor"))
+    if settings.model and Path(settings.model).expanduser().exists():
+        paths.append((raw, "model"))
+    for values, key in paths:
+        values[key] = values[key] and str(Path(values[key]).expanduser().absolute())
     if settings.database and re.match(r"sqlite:///[^/]", settings.database):
-        changed["database"] = f"sqlite:///{Path(settings.database.removeprefix('sqlite:///')).absolute()}"
-    model = settings.model
-    if model and Path(model).expanduser().exists():
-        changed["model"] = str(Path(model).expanduser().absolute())
-    if settings.guard.probes:
-        probes = str(Path(settings.guard.probes).absolute())
-        changed["guard"] = settings.guard.model_copy(update={"probes": probes})
-    return settings.model_copy(update=changed)
+        raw["database"] = f"sqlite:///{Path(settings.database.removeprefix('sqlite:///')).absolute()}"
+    return parse_settings(raw, "the settings")
 
 
 @app.command("settings")

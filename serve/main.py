@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-
-def main() -> None:
-    """`malmen serve …`."""
-    from malmen.platform.cli.main import add_commands
-    from malmen.platform.cli.main import main as malmen
-    from malmen.serve.cli import app
-
-    add_commands("serve", app)
-    malmen(["serve"])
-
+from malmen.platform.cli.main import add_commands, main
+from malmen.serve.cli import app
 
 if __name__ == "__main__":
-    main()
+    add_commands("serve", app)
+    main(["serve"])

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from malmen.data.records import EditRecord, Fact
 from malmen.serve.problems import Problem
@@ -41,13 +41,7 @@ class ReaderRequest(Generic[ReplyType]):
 # --- edits -----------------------------------------------------------------------------------------------
 
 
-class ResponseBody(BaseModel):
-    """JSON that callers receive."""
-
-    model_config = ConfigDict(extra="allow")
-
-
-class FactResult(ResponseBody):
+class FactResult(BaseModel):
     """What became of one fact."""
 
     index: int
@@ -59,14 +53,14 @@ class FactResult(ResponseBody):
     tokens: int
 
 
-class GuardReport(ResponseBody):
+class GuardReport(BaseModel):
     """What was measured before publishing."""
 
     max_shift_ratio: float | None = None
     perplexity_ratio: float | None = None
 
 
-class EditReply(ResponseBody):
+class EditReply(BaseModel):
     """A published version; for a dry run, what it would be."""
 
     version: str | None
@@ -117,6 +111,12 @@ class Change(WriterRequest[Receipt]):
     def size(self) -> int:
         """How many facts are to be added or removed."""
         return len(self.facts) + len(self.remove)
+
+    def request(self) -> dict[str, Any]:
+        """What is asked, as JSON: it tells a repeated request from another one with the same key."""
+        facts = [[fact.prompt, fact.answer] for fact in self.facts]
+        rest = {"dry_run": self.dry_run, "base_version": self.base_version}
+        return {"facts": facts, "remove": list(self.remove), **rest}
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,3 @@ class Problem(EditError):
 
 class Conflict(Problem):
     """Something else changed the ledger at the same time. The same request may succeed when it is repeated."""
-
-
-class WorkerLost(Problem):
-    """The writer or a reader died before it answered, and Ray is replacing it."""

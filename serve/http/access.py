@@ -10,7 +10,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -57,11 +57,9 @@ class Access:
 
 def load_access(path: Path, given: str | None = None) -> Access:
     """The tokens given, else the environment's, else the file's; creates the file if it does not exist."""
-    if text := given or os.environ.get(VARIABLE):
-        return Access(_from_variable(text))
-    if not path.exists():
+    if not given and not os.environ.get(VARIABLE) and not path.exists():
         create_tokens(path)
-    return Access(_from_file(path))
+    return Access(_callers(path, given))
 
 
 def create_tokens(path: Path) -> None:
@@ -83,32 +81,13 @@ def create_tokens(path: Path) -> None:
 
 def token_of(path: Path, scope: Scope) -> str | None:
     """A token with this scope, for the person who started the endpoint."""
-    tokens = _from_variable(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else _from_file(path)
-    return next((token for token, caller in tokens.items() if caller.scope == scope), None)
+    return next((token for token, caller in _callers(path).items() if caller.scope == scope), None)
 
 
-def _from_variable(text: str) -> dict[str, Caller]:
-    entries = []
-    for part in text.split(","):
-        name, _, rest = part.strip().partition(":")
-        scope, _, token = rest.partition(":")
-        entries.append((name, scope, token))
-    return _callers(entries, VARIABLE)
-
-
-def _from_file(path: Path) -> dict[str, Caller]:
-    try:
-        rows = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the tokens in {path}: {error}") from error
-    if not isinstance(rows, dict) or not rows:
-        raise UsageError(f"{path} holds no tokens; expected NAME: {{role: read|edit|admin, token: …}}")
-    fields = {str(name): row if isinstance(row, dict) else {} for name, row in rows.items()}
-    return _callers([(name, row.get("role"), row.get("token")) for name, row in fields.items()], str(path))
-
-
-def _callers(entries: Sequence[tuple[str, Any, Any]], source: str) -> dict[str, Caller]:
-    """The holders by token, of (name, scope, token)."""
+def _callers(path: Path, given: str | None = None) -> dict[str, Caller]:
+    """The holders by token: of those given, else of the environment's, else of the file's."""
+    text = given or os.environ.get(VARIABLE)
+    source, entries = (VARIABLE, _split_entries(text)) if text else (str(path), _read_entries(path))
     callers: dict[str, Caller] = {}
     for name, scope, token in entries:
         if scope not in SCOPES or not isinstance(token, str) or len(token) < MIN_TOKEN_LENGTH or not name:
@@ -120,6 +99,24 @@ def _callers(entries: Sequence[tuple[str, Any, Any]], source: str) -> dict[str, 
             raise UsageError(f"{source}: {name} and {callers[token].name} have the same token")
         callers[token] = Caller(name, scope)
     return callers
+
+
+def _split_entries(text: str) -> list[tuple[str, Any, Any]]:
+    """(name, scope, token) of each part `name:role:token`."""
+    parts = ([*part.strip().split(":", 2), "", ""] for part in text.split(","))
+    return [(name, scope, token) for name, scope, token, *_ in parts]
+
+
+def _read_entries(path: Path) -> list[tuple[str, Any, Any]]:
+    """(name, scope, token) of each row of the file."""
+    try:
+        rows = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the tokens in {path}: {error}") from error
+    if not isinstance(rows, dict) or not rows:
+        raise UsageError(f"{path} holds no tokens; expected NAME: {{role: read|edit|admin, token: …}}")
+    fields = {str(name): row if isinstance(row, dict) else {} for name, row in rows.items()}
+    return [(name, row.get("role"), row.get("token")) for name, row in fields.items()]
 
 
 class RateLimit:

@@ -1,4 +1,7 @@
-"""The FastAPI application: what happens around every request. The routes are in `routes_*`."""
+"""The FastAPI application: what happens around every request. The routes are in `routes_*`.
+
+A route that only asks the ledger is a plain function: FastAPI runs it in a thread.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from http import HTTPMethod
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +18,8 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from fastapi.staticfiles import StaticFiles
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.exceptions import HTTPException
 
 import malmen
@@ -32,7 +37,6 @@ _BEARER = HTTPBearer(auto_error=False, description="a token of the endpoint; its
 CONSOLE = Path(__file__).parent.parent / "console"
 DEFAULT_RETRY_SECONDS = 2
 _POLICY = "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
-_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"})
 
 
 class Metrics:
@@ -47,15 +51,6 @@ class Metrics:
         self.waiting = Gauge("malmen_edits_waiting", "Edits given to the writer", registry=self.registry)
         self.live_facts = Gauge("malmen_live_facts", "Facts in the live version", registry=self.registry)
         self.live_number = Gauge("malmen_live_version_number", "Number of the live version", registry=self.registry)
-
-    def count_request(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Count and time a request. A client may send any word as a method: unknown ones share a label."""
-        self.requests.labels(method if method in _METHODS else "other", route, str(status)).inc()
-        self.seconds.labels(route).observe(seconds)
-
-    def text(self) -> bytes:
-        """All numbers in Prometheus's format."""
-        return generate_latest(self.registry)
 
 
 @dataclass
@@ -74,10 +69,7 @@ class Backend:
         self.waiting = 0  # edits that the writer has not yet answered to this process
 
 
-FindBackend = Callable[[], Backend]
-
-
-def make_app(find: FindBackend) -> FastAPI:
+def make_app(find: Callable[[], Backend]) -> FastAPI:
     """The application; `find` returns the backend of the process that it runs in."""
     from malmen.serve.http import routes_edits, routes_models, routes_state
 
@@ -91,9 +83,9 @@ def make_app(find: FindBackend) -> FastAPI:
     app.state.find = find
     for routes in (routes_edits, routes_models, routes_state):
         app.include_router(routes.router)
-    app.add_exception_handler(EditError, _on_edit_error)
-    app.add_exception_handler(RequestValidationError, _on_invalid_request)
-    app.add_exception_handler(HTTPException, _on_http_error)
+    app.mount("/console", StaticFiles(directory=CONSOLE))
+    for kind in (EditError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, _on_error)
     app.middleware("http")(_around_request)
     return app
 
@@ -110,10 +102,7 @@ BackendDep = Annotated[Backend, Depends(find_backend)]
 def requires(scope: Scope) -> Any:
     """A dependency: the caller, if the token has this scope."""
 
-    def check(
-        backend: BackendDep,
-        given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)],
-    ) -> Caller:
+    def check(backend: BackendDep, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_BEARER)]) -> Caller:
         caller = backend.access.caller(given.credentials if given else None)
         backend.rate.count(caller.name)
         caller.require(scope)
@@ -153,11 +142,14 @@ async def _around_request(request: Request, call: Callable[[Request], Awaitable[
     else:
         response = await call(request)
     route = getattr(request.scope.get("route"), "path", "other")
-    backend.metrics.count_request(request.method, route, response.status_code, time.monotonic() - began)
+    method = request.method if request.method in HTTPMethod.__members__ else "other"  # a client may send any word
+    seconds, status = time.monotonic() - began, response.status_code
+    backend.metrics.requests.labels(method, route, str(status)).inc()
+    backend.metrics.seconds.labels(route).observe(seconds)
     response.headers["X-Request-Id"] = name
     response.headers["X-Content-Type-Options"] = "nosniff"
     response.headers["Content-Security-Policy"] = _POLICY
-    log.info("%s %s %s %d %.3fs", name, request.method, route, response.status_code, time.monotonic() - began)
+    log.info("%s %s %s %d %.3fs", name, request.method, route, status, seconds)
     return response
 
 
@@ -173,22 +165,20 @@ def problem_response(problem: Problem, instance: str | None = None) -> Response:
     return JSONResponse(document, problem.status, headers, media_type="application/problem+json")
 
 
-async def _on_edit_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, EditError)
-    return problem_response(Problem.of(error, 422), request.url.path)
-
-
-async def _on_invalid_request(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    errors = [{"at": ".".join(map(str, row["loc"])), "detail": row["msg"]} for row in error.errors()[:20]]
-    unreadable = any(row["type"] == "json_invalid" for row in error.errors())
-    detail = "; ".join(f"{row['at']}: {row['detail']}" for row in errors[:3])
-    return problem_response(Problem(400 if unreadable else 422, detail, errors=errors), request.url.path)
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    status = error.status_code if error.status_code in TITLES else 400
-    response = problem_response(Problem(status, f"{request.method} {request.url.path}: {error.detail}"))
-    response.headers.update(error.headers or {})
+async def _on_error(request: Request, error: Exception) -> Response:
+    match error:
+        case EditError():
+            problem = Problem.of(error, 422)
+        case RequestValidationError():
+            errors = [{"at": ".".join(map(str, row["loc"])), "detail": row["msg"]} for row in error.errors()[:20]]
+            unreadable = any(row["type"] == "json_invalid" for row in error.errors())
+            detail = "; ".join(f"{row['at']}: {row['detail']}" for row in errors[:3])
+            problem = Problem(400 if unreadable else 422, detail, errors=errors)
+        case HTTPException():
+            status = error.status_code if error.status_code in TITLES else 400
+            problem = Problem(status, f"{request.method} {request.url.path}: {error.detail}")
+        case _:
+            raise error
+    response = problem_response(problem, request.url.path)
+    response.headers.update(getattr(error, "headers", None) or {})
     return response

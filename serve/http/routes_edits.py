@@ -13,10 +13,9 @@ from fastapi import APIRouter, Header, Path, Query, Response
 
 from malmen.serve.http.access import Caller
 from malmen.serve.http.api import Backend, BackendDep, check_length, check_number, problems, requires
-from malmen.serve.http.schemas import KEY_PATTERN, EditId, EditList, EditOut, EditsIn, JobOut
-from malmen.serve.ledger.jobs import Job
-from malmen.serve.ledger.tables import LIVE
-from malmen.serve.ledger.view import Edit, LedgerView
+from malmen.serve.http.schemas import EditId, EditList, EditOut, EditsIn, JobOut
+from malmen.serve.ledger.tables import LIVE, Edit, Job
+from malmen.serve.ledger.view import LedgerView
 from malmen.serve.messages import Change, EditReply, WakeJobs
 from malmen.serve.problems import Problem
 
@@ -24,7 +23,7 @@ log = logging.getLogger(__name__)
 router = APIRouter(tags=["edits"])
 Key = Annotated[
     str | None,
-    Header(alias="Idempotency-Key", pattern=KEY_PATTERN, description="a request with the same key is carried out once"),
+    Header(alias="Idempotency-Key", pattern=r"^[\x21-\x7e]{1,200}$", description="carried out once for each key"),
 ]
 JobId = Annotated[str, Path(pattern="^j[0-9a-f]{20}$")]
 
@@ -43,7 +42,9 @@ async def make_edits(
     body: EditsIn, response: Response, backend: BackendDep, caller: Annotated[Caller, requires("edit")], key: Key = None
 ) -> Any:
     """Add facts, remove edits, or both: one new version, or nothing."""
-    check_size(body, backend)
+    check_number(len(body.facts) + len(body.remove), "facts in one request", backend.settings.limits.facts_per_call)
+    for index, fact in enumerate(body.facts):
+        check_length(backend, f"fact {index}", fact.prompt, fact.answer)
     facts = tuple(fact.fact() for fact in body.facts)
     change = Change(caller.name, facts, tuple(body.remove), key, body.dry_run, body.base_version)
     if len(facts) > backend.settings.limits.job_facts:
@@ -64,14 +65,12 @@ async def apply_change(backend: Backend, change: Change, response: Response) -> 
     if backend.waiting >= limit:
         raise Problem(429, f"{limit} edits are waiting for the writer already", retry_after=1)
     backend.waiting += 1
-    backend.metrics.waiting.set(backend.waiting)
     try:
         own_key = not change.key and not change.dry_run
         keyed = replace(change, key=f"own {uuid.uuid4().hex}") if own_key else change
         receipt = await backend.workers.ask_writer(keyed)
     finally:
         backend.waiting -= 1
-        backend.metrics.waiting.set(backend.waiting)
     reply, replayed = receipt.reply, receipt.replayed and not own_key
     if reply.dry_run or replayed or not (reply.num_added or reply.removed):
         response.status_code = 200
@@ -82,21 +81,26 @@ async def apply_change(backend: Backend, change: Change, response: Response) -> 
 
 
 @router.get("/v1/edits", response_model=EditList, responses=problems(), dependencies=[requires("read")])
-async def list_edits(
+def list_edits(
     backend: BackendDep,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     before: Annotated[int | None, Query(ge=0, le=2**31 - 1, description="only numbers below this one")] = None,
     state: Annotated[Literal["live", "all"], Query(description="edits of the live version, or all")] = "live",
 ) -> Any:
     """Edits, the newest first."""
-    return await to_thread(_page, backend.ledger, limit, before, state)
+    ledger = backend.ledger
+    if state == "all":
+        edits = ledger.edits(limit, before)
+    else:
+        members = ledger.edits_by_id(sorted(ledger.members(ledger.resolve(LIVE).id)))
+        edits = [edit for edit in reversed(members) if before is None or edit.number < before][:limit]
+    return {"edits": edit_rows(ledger, edits), "next": edits[-1].number if len(edits) == limit else None}
 
 
 @router.get("/v1/edits/{id}", response_model=EditOut, responses=problems(404), dependencies=[requires("read")])
-async def get_edit(backend: BackendDep, id: EditId) -> Any:
+def get_edit(backend: BackendDep, id: EditId) -> Any:
     """One edit."""
-    edit = await to_thread(_find_edit, backend.ledger, id)
-    return (await to_thread(edit_rows, backend.ledger, [edit]))[0]
+    return edit_rows(backend.ledger, [backend.ledger.edit(id)])[0]
 
 
 @router.delete("/v1/edits/{id}", status_code=201, response_model=EditReply, responses=problems(404, 409))
@@ -104,29 +108,20 @@ async def remove_edit(
     backend: BackendDep, id: EditId, response: Response, caller: Annotated[Caller, requires("edit")], key: Key = None
 ) -> Any:
     """Remove one edit exactly: a new version without it."""
-    await to_thread(_find_edit, backend.ledger, id)
+    await to_thread(backend.ledger.edit, id)
     return await apply_change(backend, Change(caller.name, remove=(id,), key=key), response)
 
 
 @router.get("/v1/jobs/{id}", response_model=JobOut, responses=problems(404), dependencies=[requires("edit")])
-async def get_job(backend: BackendDep, id: JobId) -> Any:
+def get_job(backend: BackendDep, id: JobId) -> Any:
     """The progress of a large change."""
-    return job_out(await to_thread(backend.jobs.get, id))
-
-
-def check_size(body: EditsIn, backend: Backend) -> None:
-    """Raise a Problem 413 if a request is beyond the configured limits."""
-    number = len(body.facts) + len(body.remove)
-    check_number(number, "facts in one request", backend.settings.limits.facts_per_call)
-    for index, fact in enumerate(body.facts):
-        check_length(backend, f"fact {index}", fact.prompt, fact.answer)
+    return job_out(backend.jobs.get(id))
 
 
 def job_out(job: Job) -> dict[str, Any]:
     """A job as its caller reads it."""
-    state = "running" if job.state == "again" else job.state
-    progress = {"id": job.id, "state": state, "done": job.done, "total": job.total}
-    return {**progress, "problem" if job.state == "failed" else "result": job.result}
+    outcome = {"result": None, "problem" if job.state == "failed" else "result": job.result}
+    return {**vars(job), "state": "running" if job.state == "again" else job.state, **outcome}
 
 
 def edit_rows(ledger: LedgerView, edits: Sequence[Edit]) -> list[dict[str, Any]]:
@@ -138,22 +133,5 @@ def edit_rows(ledger: LedgerView, edits: Sequence[Edit]) -> list[dict[str, Any]]
     for edit in edits:
         how = [kind for version, kind in ended.get(edit.id, ()) if version in ancestors]
         state = "live" if edit.id in held else how[-1] if how else "rolled_back"
-        public = {name: getattr(edit, name) for name in ("id", "number", "prompt", "answer", "version", "actor", "at")}
-        rows.append({**public, "state": state, **edit.report})
+        rows.append({**vars(edit), "state": state, **edit.report})
     return rows
-
-
-def _find_edit(ledger: LedgerView, name: str) -> Edit:
-    edit = ledger.edit(name)
-    if edit is None:
-        raise Problem(404, f"edit {name!r} not found")
-    return edit
-
-
-def _page(ledger: LedgerView, limit: int, before: int | None, state: str) -> dict[str, Any]:
-    if state == "all":
-        edits = ledger.edits(limit, before)
-    else:
-        members = ledger.edits_by_id(sorted(ledger.members(ledger.resolve(LIVE).id)))
-        edits = [edit for edit in reversed(members) if before is None or edit.number < before][:limit]
-    return {"edits": edit_rows(ledger, edits), "next": edits[-1].number if len(edits) == limit else None}

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from malmen.serve.http.api import Backend, BackendDep, check_length, check_number, problems, requires
 from malmen.serve.http.schemas import EvaluateIn, EvaluateOut, Name
 from malmen.serve.http.schemas_openai import ChatIn, Chunks, CompletionIn, chat_completion, completion
-from malmen.serve.ledger.view import Version
+from malmen.serve.ledger.tables import Version
 from malmen.serve.messages import AnswerState, Evaluate, Prompt
 from malmen.serve.problems import Problem
 
@@ -28,17 +28,16 @@ _STREAMS: dict[int | str, dict[str, Any]] = {
 
 
 @router.get("/v1/models", responses=problems())
-async def list_models(backend: BackendDep) -> dict[str, Any]:
+def list_models(backend: BackendDep) -> dict[str, Any]:
     """The aliases and the newest versions, as OpenAI lists models."""
-    aliases, versions = await to_thread(backend.ledger.aliases), await to_thread(backend.ledger.versions, 100)
-    names = [*(alias.name for alias in aliases), *(version.id for version in versions)]
+    names = [alias.name for alias in backend.ledger.aliases()] + [version.id for version in backend.ledger.versions()]
     return {"object": "list", "data": [_model(name) for name in names]}
 
 
 @router.get("/v1/models/{name}", responses=problems(404))
-async def get_model(backend: BackendDep, name: Name) -> dict[str, Any]:
+def get_model(backend: BackendDep, name: Name) -> dict[str, Any]:
     """A version or alias as a model."""
-    await to_thread(backend.ledger.resolve, name)
+    backend.ledger.resolve(name)
     return _model(name)
 
 
@@ -76,10 +75,15 @@ async def chat(body: ChatIn, backend: BackendDep) -> Response:
 async def evaluate(body: EvaluateIn, backend: BackendDep) -> Any:
     """Measure a version on records, teacher-forced and generated, and compare with the unedited model."""
     version = await to_thread(backend.ledger.resolve, body.version)
-    _check_size(backend, body)
-    records = [record.record() for record in body.records]
-    result = await backend.workers.ask_reader(Evaluate(records, version.shifts, body.generate))
-    return {"version": version.id, "scores": result.scores, "facts": result.facts}
+    limits, records = backend.settings.limits, body.records
+    check_number(len(records), "records in one evaluation", limits.evaluate_records)
+    # A reader answers nobody else meanwhile, so the limit is on all facts, not only on records.
+    check_number(sum(record.num_facts() for record in records), "facts in one evaluation", limits.evaluate_facts)
+    for index, record in enumerate(records):
+        check_length(backend, f"record {index}", *record.texts())
+    request = Evaluate([record.record() for record in records], version.shifts, body.generate)
+    result = await backend.workers.ask_reader(request)
+    return {"version": version.id, **vars(result)}
 
 
 async def find_version(backend: Backend, name: str, min_version: str | None) -> Version:
@@ -117,15 +121,6 @@ def _completed(backend: Backend, answers: list[AnswerState], reply: dict[str, An
     backend.metrics.tokens.inc(sum(answer.completion_tokens for answer in answers))
     readers = dict.fromkeys(answer.reader for answer in answers if answer.reader)
     return JSONResponse(reply, headers={"X-Malmen-Reader": ", ".join(readers)} if readers else None)
-
-
-def _check_size(backend: Backend, body: EvaluateIn) -> None:
-    """A reader answers nobody else meanwhile, so the limit is on all facts, not only on records."""
-    limits, records = backend.settings.limits, body.records
-    check_number(len(records), "records in one evaluation", limits.evaluate_records)
-    check_number(sum(record.num_facts() for record in records), "facts in one evaluation", limits.evaluate_facts)
-    for index, record in enumerate(records):
-        check_length(backend, f"record {index}", *record.texts())
 
 
 def _model(name: str) -> dict[str, Any]:

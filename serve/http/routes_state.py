@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import re
 from asyncio import to_thread
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Header, Query
-from fastapi import Path as PathParameter
+from fastapi import APIRouter, Header, Path, Query
 from fastapi.responses import FileResponse, PlainTextResponse, Response
+from prometheus_client import generate_latest
 
 from malmen.serve.http.access import Caller
-from malmen.serve.http.api import CONSOLE, Backend, BackendDep, problems, requires
+from malmen.serve.http.api import CONSOLE, BackendDep, problems, requires
 from malmen.serve.http.routes_edits import edit_rows
 from malmen.serve.http.schemas import (
     AliasIn,
     AliasList,
-    AliasOut,
     AuditOut,
     ExportIn,
     ExportOut,
@@ -25,55 +25,53 @@ from malmen.serve.http.schemas import (
     VersionDetail,
     VersionList,
 )
-from malmen.serve.ledger.tables import LIVE
-from malmen.serve.ledger.view import LedgerView, Version
+from malmen.serve.ledger.tables import LIVE, Alias, Version
+from malmen.serve.ledger.view import LedgerView
 from malmen.serve.messages import Export
 from malmen.serve.problems import Problem
 
 router = APIRouter(tags=["state"])
-_ASSETS = {"console.js": "text/javascript", "api.js": "text/javascript", "console.css": "text/css"}
-AliasName = Annotated[str, PathParameter(pattern=r"^[a-z][a-z0-9_-]{0,63}$")]
+AliasName = Annotated[str, Path(pattern=r"^[a-z][a-z0-9_-]{0,63}$")]
 
 
 @router.get("/v1/versions", response_model=VersionList, responses=problems(), dependencies=[requires("read")])
-async def list_versions(
+def list_versions(
     backend: BackendDep,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     before: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None,
 ) -> Any:
     """Versions, the newest first."""
-    versions = await to_thread(backend.ledger.versions, limit, before)
-    aliases = await to_thread(_aliases_by_version, backend.ledger)
-    return {
-        "versions": [_version_row(version, aliases) for version in versions],
-        "next": versions[-1].number if len(versions) == limit and versions[-1].number else None,
-    }
+    versions = backend.ledger.versions(limit, before)
+    last = versions[-1].number if len(versions) == limit else 0
+    return {"versions": _version_rows(backend.ledger, versions), "next": last or None}
 
 
 @router.get("/v1/versions/{id}", response_model=VersionDetail, responses=problems(404), dependencies=[requires("read")])
-async def get_version(backend: BackendDep, id: Name) -> Any:
+def get_version(backend: BackendDep, id: Name) -> Any:
     """A version and what it changed."""
-    return await to_thread(_version_detail, backend.ledger, id)
+    ledger, version = backend.ledger, backend.ledger.resolve(id)
+    how = ledger.changes(version.id)
+    rows = [{**row, "how": how[row["id"]]} for row in edit_rows(ledger, ledger.edits_by_id(sorted(how)))]
+    added, ended = ([row for row in rows if (row["how"] == "added") == new] for new in (True, False))
+    return {**_version_rows(ledger, [version])[0], "added": added, "ended": ended}
 
 
 @router.get("/v1/aliases", response_model=AliasList, responses=problems(), dependencies=[requires("read")])
-async def list_aliases(backend: BackendDep) -> Any:
+def list_aliases(backend: BackendDep) -> Any:
     """All aliases; `live` is served by default, and the next edit builds on it."""
-    return {"aliases": [vars(alias) for alias in await to_thread(backend.ledger.aliases)]}
+    return {"aliases": backend.ledger.aliases()}
 
 
-@router.get("/v1/aliases/{name}", response_model=AliasOut, responses=problems(404), dependencies=[requires("read")])
-async def get_alias(backend: BackendDep, name: AliasName, response: Response) -> Any:
+@router.get("/v1/aliases/{name}", response_model=Alias, responses=problems(404), dependencies=[requires("read")])
+def get_alias(backend: BackendDep, name: AliasName, response: Response) -> Any:
     """An alias, with its revision as the ETag."""
-    alias = await to_thread(backend.ledger.alias, name)
-    if alias is None:
-        raise Problem(404, f"alias {name!r} not found")
+    alias = backend.ledger.alias(name)
     response.headers["ETag"] = f'"{alias.revision}"'
-    return vars(alias)
+    return alias
 
 
-@router.put("/v1/aliases/{name}", response_model=AliasOut, responses=problems(404, 409, 412, 428))
-async def move_alias(
+@router.put("/v1/aliases/{name}", response_model=Alias, responses=problems(404, 409, 412, 428))
+def move_alias(
     backend: BackendDep,
     name: AliasName,
     body: AliasIn,
@@ -82,11 +80,13 @@ async def move_alias(
     if_match: Annotated[str | None, Header(description="the alias's ETag; a new alias needs none")] = None,
 ) -> Any:
     """Move an alias, atomically: promote a version, or roll back to one."""
-    revision = _revision(if_match)
-    version = await to_thread(backend.ledger.resolve, body.version)
-    moved = await to_thread(backend.ledger.set_alias, name, version.id, revision, caller.name)
+    seen = re.fullmatch(r'"?(\d{1,18})"?', if_match.strip()) if if_match is not None else None
+    if if_match is not None and seen is None:
+        raise Problem(412, f'cannot read If-Match {if_match!r}: expected the ETag of an alias, such as "3"')
+    version = backend.ledger.resolve(body.version)
+    moved = backend.ledger.set_alias(name, version.id, seen and int(seen[1]), caller.name)
     response.headers["ETag"] = f'"{moved.revision}"'
-    return vars(moved)
+    return moved
 
 
 @router.post("/v1/versions/{id}/export", status_code=201, response_model=ExportOut, responses=problems(404))
@@ -105,29 +105,25 @@ async def export(backend: BackendDep, id: Name, body: ExportIn, caller: Annotate
     responses={200: {"content": {"application/octet-stream": {}}}, **problems(404)},
     dependencies=[requires("admin")],
 )
-async def fetch_export(
-    backend: BackendDep, id: Name, kind: Literal["delta", "lora", "merged"], file: Name
-) -> FileResponse:
-    """A file of an export."""
-    path = await to_thread(_exported_file, backend, id, kind, file)
-    return FileResponse(path, media_type="application/octet-stream")
+def fetch_export(backend: BackendDep, id: Name, kind: Literal["delta", "lora", "merged"], file: Name) -> FileResponse:
+    """A file of an export; its name is compared with the files that exist, so it is never used as a path."""
+    folder = backend.settings.export_folder(backend.ledger.resolve(id).id, kind)
+    if file not in {path.name for path in folder.glob("*") if path.is_file()}:
+        raise Problem(404, f"file {file!r} of a {kind} export of {id} not found; POST …/export creates one")
+    return FileResponse(folder / file, media_type="application/octet-stream")
 
 
 @router.get("/v1/audit", response_model=AuditOut, responses=problems(), dependencies=[requires("admin")])
-async def audit(
+def audit(
     backend: BackendDep,
     after: Annotated[int, Query(ge=-1, le=2**31 - 1)] = -1,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     verify: Annotated[bool, Query(description="verify the chain of hashes and all tables")] = False,
 ) -> Any:
     """Who did what, the oldest entry first."""
-    entries = await to_thread(backend.ledger.audit, after, limit)
-    intact = (await to_thread(backend.ledger.verify))["intact"] if verify else None
-    return {
-        "entries": [vars(entry) for entry in entries],
-        "next": entries[-1].seq if len(entries) == limit else None,
-        "intact": intact,
-    }
+    entries = [vars(entry) for entry in backend.ledger.audit(after, limit)]
+    intact = backend.ledger.verify()["intact"] if verify else None
+    return {"entries": entries, "next": entries[-1]["seq"] if len(entries) == limit else None, "intact": intact}
 
 
 @router.get("/v1/status", responses=problems())
@@ -154,12 +150,13 @@ async def status(backend: BackendDep, caller: Annotated[Caller, requires("read")
     responses={200: {"content": {"text/plain": {}}}, **problems()},
     dependencies=[requires("read")],
 )
-async def metrics(backend: BackendDep) -> Response:
+def metrics(backend: BackendDep) -> Response:
     """Numbers for Prometheus."""
-    live = await to_thread(backend.ledger.resolve, LIVE)
+    live = backend.ledger.resolve(LIVE)
     backend.metrics.live_facts.set(live.num_facts)
     backend.metrics.live_number.set(live.number)
-    return Response(backend.metrics.text(), media_type="text/plain; version=0.0.4")
+    backend.metrics.waiting.set(backend.waiting)
+    return Response(generate_latest(backend.metrics.registry), media_type="text/plain; version=0.0.4")
 
 
 @router.get("/healthz")
@@ -184,56 +181,15 @@ async def console() -> FileResponse:
     return FileResponse(CONSOLE / "index.html", media_type="text/html")
 
 
-@router.get("/console/{name}", include_in_schema=False)
-async def asset(name: str) -> Response:
-    """A script or style of the console."""
-    if name not in _ASSETS:
-        raise Problem(404, f"file {name!r} of the console not found")
-    return FileResponse(CONSOLE / name, media_type=_ASSETS[name])
-
-
 @router.get("/favicon.ico", include_in_schema=False)
 async def favicon() -> Response:
     """None: browsers request it anyway."""
     return Response(status_code=204)
 
 
-def _revision(if_match: str | None) -> int | None:
-    if if_match is None:
-        return None
-    match = re.fullmatch(r'"?(\d{1,18})"?', if_match.strip())
-    if match is None:
-        raise Problem(412, f'cannot read If-Match {if_match!r}: expected the ETag of an alias, such as "3"')
-    return int(match[1])
-
-
-def _exported_file(backend: Backend, version: str, kind: str, name: str) -> Path:
-    """A file of an export; `name` is compared with the files that exist, so it is never used as a path."""
-    folder = backend.settings.export_folder(backend.ledger.resolve(version).id, kind)
-    names = {path.name for path in folder.iterdir() if path.is_file()} if folder.is_dir() else set()
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name not in names:
-        raise Problem(404, f"file {name!r} of a {kind} export of {version} not found; POST …/export creates one")
-    return folder / name
-
-
-def _aliases_by_version(ledger: LedgerView) -> dict[str, list[str]]:
-    names: dict[str, list[str]] = {}
+def _version_rows(ledger: LedgerView, versions: Sequence[Version]) -> list[dict[str, Any]]:
+    """Versions as callers read them, each with its aliases."""
+    names: dict[str, list[str]] = defaultdict(list)
     for alias in ledger.aliases():
-        names.setdefault(alias.version, []).append(alias.name)
-    return names
-
-
-def _version_row(version: Version, aliases: dict[str, list[str]]) -> dict[str, Any]:
-    public = {name: getattr(version, name) for name in ("id", "number", "parent", "num_facts", "actor", "at")}
-    return {**public, "aliases": aliases.get(version.id, []), "guard": version.report}
-
-
-def _version_detail(ledger: LedgerView, name: str) -> dict[str, Any]:
-    version = ledger.resolve(name)
-    how = ledger.changes(version.id)
-    rows = edit_rows(ledger, ledger.edits_by_id(sorted(how)))
-    return {
-        **_version_row(version, _aliases_by_version(ledger)),
-        "added": [row for row in rows if how[row["id"]] == "added"],
-        "ended": [{**row, "how": how[row["id"]]} for row in rows if how[row["id"]] != "added"],
-    }
+        names[alias.version].append(alias.name)
+    return [{**vars(version), "aliases": names[version.id], "guard": version.report} for version in versions]

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
 from malmen.data.records import EditRecord, Fact
-from malmen.serve.messages import EditReply, GuardReport, ResponseBody
+from malmen.serve.ledger.tables import Alias
+from malmen.serve.messages import EditReply, GuardReport
 
 
 def plain_text(text: str) -> str:
@@ -24,7 +25,6 @@ Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1), Af
 PromptText = Annotated[str, StringConstraints(min_length=1), AfterValidator(plain_text)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 EditId = Annotated[str, StringConstraints(pattern=r"^e[0-9a-f]{20}$")]
-KEY_PATTERN = r"^[\x21-\x7e]{1,200}$"
 
 
 class RequestBody(BaseModel):
@@ -53,15 +53,13 @@ class EditsIn(RequestBody):
     base_version: Name | None = Field(default=None, description="only if this version is live; else 409")
 
     model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
         json_schema_extra={
             "examples": [{"facts": [{"prompt": "Which instrument does Karel Corkstein play?", "answer": "banjo"}]}]
-        },
+        }
     )
 
 
-class JobOut(ResponseBody):
+class JobOut(BaseModel):
     """A large change, carried out in the background."""
 
     id: str
@@ -72,7 +70,7 @@ class JobOut(ResponseBody):
     problem: dict[str, Any] | None = None
 
 
-class EditOut(ResponseBody):
+class EditOut(BaseModel):
     """An edit, and its state in the live version."""
 
     id: str
@@ -88,14 +86,14 @@ class EditOut(ResponseBody):
     tokens: int
 
 
-class EditList(ResponseBody):
+class EditList(BaseModel):
     """A page of edits, the newest first."""
 
     edits: list[EditOut]
     next: int | None = Field(description="the value of `before` for the next page")
 
 
-class VersionOut(ResponseBody):
+class VersionOut(BaseModel):
     """An immutable state of the model."""
 
     id: str
@@ -121,7 +119,7 @@ class VersionDetail(VersionOut):
     ended: list[EndedEdit]
 
 
-class VersionList(ResponseBody):
+class VersionList(BaseModel):
     """A page of versions, the newest first."""
 
     versions: list[VersionOut]
@@ -134,25 +132,15 @@ class AliasIn(RequestBody):
     version: Name
 
 
-class AliasOut(ResponseBody):
-    """A name that moves from version to version."""
-
-    name: str
-    version: str
-    revision: int
-
-
-class AliasList(ResponseBody):
+class AliasList(BaseModel):
     """All aliases."""
 
-    aliases: list[AliasOut]
+    aliases: list[Alias]
 
 
-class RecordIn(RequestBody):
+class RecordIn(FactIn):
     """An edit with rephrasings, which must follow it, and unrelated facts, which must not change."""
 
-    prompt: Text
-    answer: Text
     rephrasings: list[Text] = []
     unrelated: list[FactIn] = []
 
@@ -168,7 +156,7 @@ class RecordIn(RequestBody):
     def record(self) -> EditRecord:
         """As the evaluation's record."""
         return EditRecord(
-            Fact(self.prompt, self.answer),
+            self.fact(),
             tuple(Fact(prompt, self.answer) for prompt in self.rephrasings),
             tuple(fact.fact() for fact in self.unrelated),
         )
@@ -182,7 +170,7 @@ class EvaluateIn(RequestBody):
     generate: bool = Field(default=True, description="also compare freely generated answers")
 
 
-class EvaluateOut(ResponseBody):
+class EvaluateOut(BaseModel):
     """ES, GS, LS and related scores, and every fact before and after."""
 
     version: str
@@ -199,7 +187,7 @@ class ExportIn(RequestBody):
     )
 
 
-class ExportOut(ResponseBody):
+class ExportOut(BaseModel):
     """The files of an export."""
 
     version: str
@@ -208,7 +196,7 @@ class ExportOut(ResponseBody):
     manifest: dict[str, Any]
 
 
-class AuditOut(ResponseBody):
+class AuditOut(BaseModel):
     """Entries of the ledger, the oldest first."""
 
     entries: list[dict[str, Any]]
@@ -216,7 +204,7 @@ class AuditOut(ResponseBody):
     intact: bool | None = Field(description="whether nothing was changed since; null without `verify`")
 
 
-class ProblemOut(ResponseBody):
+class ProblemOut(BaseModel):
     """A problem document (RFC 9457)."""
 
     type: str

@@ -18,7 +18,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=100), AfterValidator(plain_
 class _CompletionBase(BaseModel):
     """What both kinds of completion share; members that clients send and that change nothing here are ignored."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     model: Name = Field(default="live", description="an alias (`live`, `base`, …) or a version's id")
     max_tokens: int | None = Field(default=None, ge=1, le=1_000_000)
@@ -54,7 +54,7 @@ class CompletionIn(_CompletionBase):
 class Part(BaseModel):
     """A part of a message; only text is supported."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(frozen=True)
     type: Literal["text"]
     text: PromptText
 
@@ -62,7 +62,7 @@ class Part(BaseModel):
 class Message(BaseModel):
     """One turn of a chat."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(frozen=True)
     role: Literal["system", "developer", "user", "assistant"]
     content: PromptText | Annotated[list[Part], Field(min_length=1)]
 

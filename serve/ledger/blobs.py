@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
@@ -31,16 +29,13 @@ class BlobStore:
         target = self.path(name)
         if target.exists():
             return name
-        descriptor, scratch = tempfile.mkstemp(dir=self.folder, prefix=".writing-")
+        scratch = self.folder / f".writing-{uuid.uuid4().hex}"
         try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(scratch, target)
-        except BaseException:
-            Path(scratch).unlink(missing_ok=True)
-            raise
+            scratch.write_bytes(data)
+            sync(scratch)
+            scratch.replace(target)
+        finally:
+            scratch.unlink(missing_ok=True)
         sync(self.folder)
         return name
 
@@ -62,9 +57,3 @@ class BlobStore:
         """The file of a blob."""
         assert len(name) == 64 and set(name) <= set("0123456789abcdef"), name
         return self.folder / f"{name}.safetensors"
-
-
-def as_stored(shifts: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Shifts as a version stores them: in float64 for an LM of that dtype, else in float32."""
-    stored = torch.float64 if dtype == torch.float64 else torch.float32
-    return {name: shift.to(stored) for name, shift in shifts.items()}

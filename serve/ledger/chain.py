@@ -7,7 +7,9 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
+
+from sqlalchemy import String
 
 GENESIS = "0" * 64
 
@@ -17,18 +19,18 @@ class Entry:
     """Who did what, and when."""
 
     seq: int
-    at: str
-    actor: str
-    kind: str  # begin, edit or alias
+    at: Annotated[str, String(32)]
+    actor: Annotated[str, String(200)]
+    kind: Annotated[str, String(20)]  # begin, edit or alias
     body: dict[str, Any]
-    previous: str
-    hash: str
+    previous: Annotated[str, String(64)]
+    hash: Annotated[str, String(64)]
 
 
 def chain_entry(seq: int, at: str, actor: str, kind: str, body: dict[str, Any], previous: str) -> Entry:
     """An entry with its hash, which covers all its fields and the previous hash."""
-    covered = {"seq": seq, "at": at, "actor": actor, "kind": kind, "body": body, "previous": previous}
-    return Entry(seq, at, actor, kind, body, previous, digest(canonical(covered)))
+    covered: dict[str, Any] = {"seq": seq, "at": at, "actor": actor, "kind": kind, "body": body, "previous": previous}
+    return Entry(**covered, hash=digest(covered))
 
 
 def first_break(entries: Iterable[Entry], previous: str = GENESIS, seq: int = 0) -> int | None:
@@ -46,9 +48,9 @@ def canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
-def digest(text: str) -> str:
-    """The SHA-256 of a text, in hex."""
-    return hashlib.sha256(text.encode()).hexdigest()
+def digest(value: Any) -> str:
+    """The SHA-256 of a value's canonical JSON, in hex."""
+    return hashlib.sha256(canonical(value).encode()).hexdigest()
 
 
 def now() -> str:

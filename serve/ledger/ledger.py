@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,22 +18,10 @@ from sqlalchemy import Connection, func, insert, select, update
 from malmen.errors import EditError
 from malmen.serve.ledger import tables
 from malmen.serve.ledger.chain import GENESIS, canonical, chain_entry, digest, now
-from malmen.serve.ledger.tables import BASE, LIVE
-from malmen.serve.ledger.view import Alias, LedgerView, database_problems
+from malmen.serve.ledger.tables import BASE, LIVE, Alias, NewEdit, Version
+from malmen.serve.ledger.view import LedgerView, database_problems
 from malmen.serve.messages import Change, EditReply, Outcome, Receipt
 from malmen.serve.problems import Conflict, Problem
-
-
-@dataclass(frozen=True)
-class NewEdit:
-    """An edit to be recorded."""
-
-    id: str
-    prompt: str
-    answer: str
-    rows: str  # the blob that holds its rows
-    position: int  # which of the blob's facts it is
-    report: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -44,20 +32,6 @@ class AcceptedChange:
     added: tuple[NewEdit, ...]
     ended: tuple[tuple[str, str], ...]  # (edit, removed or superseded)
     reply: EditReply
-
-
-@dataclass(frozen=True)
-class Publication:
-    """A new version, as the ledger records it."""
-
-    version: str
-    number: int
-    parent: str
-    live_revision: int  # of the alias `live` when this was computed
-    shifts: str | None  # the blob
-    num_facts: int
-    report: dict[str, Any]
-    accepted: tuple[AcceptedChange, ...]
 
 
 class Ledger(LedgerView):
@@ -78,57 +52,48 @@ class Ledger(LedgerView):
             _set_mark(connection, "writer", str(epoch))
         return epoch
 
-    def publish(self, publication: Publication, epoch: int) -> None:
-        """Record a version and its changes, and move `live` to it: all of it or nothing."""
+    def publish(self, version: Version, accepted: Sequence[AcceptedChange], live_revision: int, epoch: int) -> None:
+        """Record a version and its changes, and move `live` to it: all of it or nothing.
+
+        `live_revision` is that of the alias `live` when the version was computed.
+        """
         with self.writing() as connection:
             if int(_mark(connection, "writer")) != epoch:
                 raise Problem(503, "another writer has taken over; this one can publish no more")
             moved = connection.execute(
                 update(tables.aliases)
-                .where(tables.aliases.c.name == LIVE, tables.aliases.c.revision == publication.live_revision)
-                .where(tables.aliases.c.version == publication.parent)
-                .values(version=publication.version, revision=publication.live_revision + 1, at=now())
+                .filter_by(name=LIVE, version=version.parent, revision=live_revision)
+                .values(version=version.id, revision=live_revision + 1, at=now())
             )
             if moved.rowcount != 1:
-                raise Conflict(409, f"`live` no longer points to {publication.parent}; repeat the request")
-            for accepted in publication.accepted:
-                self._record_change(connection, publication, accepted)
-            connection.execute(
-                insert(tables.versions).values(
-                    id=publication.version,
-                    number=publication.number,
-                    parent=publication.parent,
-                    shifts=publication.shifts,
-                    num_facts=publication.num_facts,
-                    report=publication.report,
-                    actor=", ".join(dict.fromkeys(accepted.change.actor for accepted in publication.accepted))[:200],
-                    at=now(),
-                )
-            )
+                raise Conflict(409, f"`live` no longer points to {version.parent}; repeat the request")
+            for part in accepted:
+                self._record_change(connection, version, part)
+            connection.execute(insert(tables.versions).values(**vars(version)))
 
-    def _record_change(self, connection: Connection, publication: Publication, accepted: AcceptedChange) -> None:
-        change = accepted.change
-        at, first = now(), connection.execute(select(func.count()).select_from(tables.edits)).scalar_one()
+    def _record_change(self, connection: Connection, version: Version, accepted: AcceptedChange) -> None:
+        change, at = accepted.change, now()
         body = {
-            "version": publication.version,
-            "parent": publication.parent,
-            "shifts": publication.shifts,
+            "version": version.id,
+            "parent": version.parent,
+            "shifts": version.shifts,
             "added": [[new.id, new.prompt, new.answer, new.rows, new.position] for new in accepted.added],
             "ended": [list(pair) for pair in accepted.ended],
             "key": change.key,
         }
         self._append(connection, change.actor, "edit", body, at)
-        changed = [(new.id, "added") for new in accepted.added] + list(accepted.ended)
-        if accepted.added:
-            rows = [
-                {**vars(new), "number": first + index, "version": publication.version,
-                 "actor": change.actor, "at": at}
-                for index, new in enumerate(accepted.added)
-            ]  # fmt: skip
-            connection.execute(insert(tables.edits), rows)
-        if changed:
-            rows = [{"version": publication.version, "edit": edit, "kind": kind} for edit, kind in changed]
-            connection.execute(insert(tables.changes), rows)
+        first = connection.execute(select(func.count()).select_from(tables.edits)).scalar_one()
+        edits = [
+            {**vars(new), "number": number, "version": version.id, "actor": change.actor, "at": at}
+            for number, new in enumerate(accepted.added, first)
+        ]
+        changes = [
+            {"version": version.id, "edit": edit, "kind": kind}
+            for edit, kind in [*((new.id, "added") for new in accepted.added), *accepted.ended]
+        ]
+        for table, rows in ((tables.edits, edits), (tables.changes, changes)):
+            if rows:
+                connection.execute(insert(table), rows)
         _store_reply(connection, change, accepted.reply)
         if change.job:
             result = accepted.reply.model_dump(mode="json")
@@ -143,14 +108,11 @@ class Ledger(LedgerView):
         """The reply to an earlier change with the same key; a Problem where that one asked for something else."""
         if change.key is None:
             return None
-        with self.reading() as connection:
-            query = select(tables.replays).filter_by(actor=change.actor, key=change.key)
-            row = connection.execute(query).mappings().first()
-        if row is None:
-            return None
-        if row["request"] != _fingerprint(change):
-            return Problem(422, f"the Idempotency-Key {change.key!r} was used for another request")
-        return Receipt(EditReply.model_validate(row["reply"]), replayed=True)
+        for row in self._rows(select(tables.replays).filter_by(actor=change.actor, key=change.key)):
+            if row["request"] != _fingerprint(change):
+                return Problem(422, f"the Idempotency-Key {change.key!r} was used for another request")
+            return Receipt(EditReply.model_validate(row["reply"]), replayed=True)
+        return None
 
     def set_alias(self, name: str, version: str, revision: int | None, actor: str) -> Alias:
         """Move an alias, or create one; `revision` is the state that the caller has seen (None: it must be new)."""
@@ -168,10 +130,8 @@ class Ledger(LedgerView):
                 state = f'is at "{current}"' if current is not None else "does not exist"
                 raise Problem(412, f'If-Match names "{revision}", but the alias {name!r} {state}')
             alias = Alias(name, version, 1 if current is None else current + 1, now())
-            if current is None:
-                connection.execute(insert(tables.aliases).values(**vars(alias)))
-            else:
-                connection.execute(update(tables.aliases).filter_by(name=name).values(**vars(alias)))
+            statement = insert(tables.aliases) if current is None else update(tables.aliases).filter_by(name=name)
+            connection.execute(statement.values(**vars(alias)))
             self._append(connection, actor, "alias", {"name": name, "version": version, "revision": alias.revision})
         return alias
 
@@ -186,11 +146,11 @@ class Ledger(LedgerView):
                     "choose another --store, or the editor that the ledger began with"
                 )
             return
-        root, at = "v" + digest(canonical(about))[:16], now()
+        root, at = "v" + digest(about)[:16], now()
         for name, value in (("about", canonical(about)), ("writer", "0"), ("head", f"-1 {GENESIS}")):
             connection.execute(insert(tables.marks).values(name=name, value=value))
-        values = {"id": root, "number": 0, "num_facts": 0, "report": {}, "actor": "malmen", "at": at}
-        connection.execute(insert(tables.versions).values(**values))
+        version = Version(root, 0, None, None, 0, {}, "malmen", at)
+        connection.execute(insert(tables.versions).values(**vars(version)))
         for name in (BASE, LIVE):
             connection.execute(insert(tables.aliases).values(name=name, version=root, revision=1, at=at))
         self._append(connection, "malmen", "begin", {**about, "version": root}, at)
@@ -204,12 +164,9 @@ class Ledger(LedgerView):
     @contextmanager
     def writing(self) -> Iterator[Connection]:
         """A transaction that writes; there is one at a time."""
-        with (
-            database_problems(),
-            self.engine.connect().execution_options(writes=True) as connection,
-            connection.begin(),
-        ):
-            if self.engine.dialect.name == "postgresql":  # sqlite's BEGIN IMMEDIATE does the same
+        engine = self.engine.execution_options(writes=True)
+        with database_problems(), engine.begin() as connection:
+            if engine.dialect.name == "postgresql":  # sqlite's BEGIN IMMEDIATE does the same
                 connection.exec_driver_sql("SELECT pg_advisory_xact_lock(7205759403792793)")
             yield connection
 
@@ -229,6 +186,4 @@ def _store_reply(connection: Connection, change: Change, reply: EditReply) -> No
 
 
 def _fingerprint(change: Change) -> str:
-    """A hash of what is asked: it tells a repeated request from another one with the same key."""
-    facts = [[fact.prompt, fact.answer] for fact in change.facts]
-    return digest(canonical([facts, list(change.remove), change.dry_run, change.base_version]))
+    return digest(list(change.request().values()))

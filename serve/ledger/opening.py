@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import shutil
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from malmen.errors import EditError
@@ -61,14 +61,16 @@ def pin_editor(settings: ServeConfig) -> ServeConfig:
     An editor that is not the ledger's is left as it is: `open_ledger` refuses it.
     """
     run, began_with = settings.editor.removesuffix(BEST), _ledgers_editor(settings)
-    home = _home(settings, began_with) if began_with else None
-    if home is None or _source(home) != run:
+    homes = Path(settings.store) / "editors"  # named by content, as blobs are: two ledgers in one store share nothing
+    home = homes / began_with if began_with else None
+    if home is None or not (home / SOURCE).exists() or read_json(home, SOURCE).get("editor") != run:
         folder = _checkpoint(settings.editor, began_with)
         weights = weights_hash(folder)
         if began_with not in (None, weights):
             return settings.model_copy(update={"editor": str(folder)})
-        home = _home(settings, weights)
-        _copy(folder, home)
+        home = homes / weights
+        if not (home / STATE_FILE).exists():
+            _copy(folder, home)
         atomic_file(home / SOURCE, json.dumps({"editor": run}) + "\n")
     _warn_if_newer(settings.editor, home)
     return settings.model_copy(update={"editor": str(home)})
@@ -78,11 +80,8 @@ def _ledgers_editor(settings: ServeConfig) -> str | None:
     """The hash of the ledger's editor, if there is a ledger; creates nothing."""
     if settings.database is None and not (Path(settings.store) / "ledger.db").exists():
         return None
-    ledger = LedgerView(settings.database_url)
-    try:
+    with closing(LedgerView(settings.database_url)) as ledger:
         return ledger.about().get("editor")
-    finally:
-        ledger.close()
 
 
 def _checkpoint(name: str, began_with: str | None) -> str | Path:
@@ -98,8 +97,6 @@ def _checkpoint(name: str, began_with: str | None) -> str | Path:
 def _copy(folder: str | Path, home: Path) -> None:
     from malmen.platform.tracking.registry import FILES
 
-    if (home / STATE_FILE).exists():
-        return
     with (
         atomic_folder(home, replaces=STATE_FILE) as fresh,
         RunStore(folder).fetch(without=["optimizer.safetensors"]) as local,
@@ -114,17 +111,5 @@ def _warn_if_newer(name: str, home: Path) -> None:
     with suppress(EditError, OSError):  # the run may be gone
         served, newest = read_state(home)["step"], read_state(find_editor(name))["step"]
         if served != newest:
-            log.warning(
-                "this store serves the editor of step %d, which its ledger began with; %s is at step %d now: "
-                "choose another store to serve that", served, name, newest,
-            )  # fmt: skip
-
-
-def _home(settings: ServeConfig, weights: str) -> Path:
-    """Named by content, as blobs are: two ledgers in one store share nothing by accident."""
-    return Path(settings.store) / "editors" / weights
-
-
-def _source(home: Path) -> str | None:
-    """The run that a copy was made from."""
-    return read_json(home, SOURCE).get("editor") if (home / SOURCE).exists() else None
+            serves = f"this store serves the editor of step {served}, which its ledger began with"
+            log.warning("%s; %s is at step %d now: choose another store to serve that", serves, name, newest)

@@ -1,10 +1,11 @@
-"""The ledger's tables, on sqlite and on PostgreSQL."""
+"""The ledger's tables, on sqlite and on PostgreSQL, and the records that are read from them."""
 
 from __future__ import annotations
 
 import json
 import sqlite3
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from sqlalchemy import (
     Column,
@@ -24,8 +25,10 @@ from sqlalchemy import (
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
+from malmen.data.records import Fact
 from malmen.errors import UsageError
-from malmen.serve.ledger.chain import canonical
+from malmen.serve.ledger.chain import Entry, canonical
+from malmen.serve.messages import Change
 
 
 class Json(TypeDecorator[Any]):
@@ -45,46 +48,99 @@ class Json(TypeDecorator[Any]):
             return {"unreadable": value}
 
 
+Actor = Annotated[str, String(200)]
+Time = Annotated[str, String(32)]
+VersionId = Annotated[str, String(20)]
+
+
+@dataclass(frozen=True)
+class Version:
+    """An immutable state of the model: a set of facts, and the shifts that make them hold."""
+
+    id: VersionId
+    number: int
+    parent: Annotated[str | None, String(20)]
+    shifts: Annotated[str | None, String(64)]  # the blob; None for the unedited model
+    num_facts: int
+    report: dict[str, Any]
+    actor: Actor
+    at: Time
+
+
+@dataclass(frozen=True)
+class NewEdit:
+    """A fact that is added to the model."""
+
+    id: Annotated[str, String(40)]
+    prompt: str
+    answer: str
+    rows: Annotated[str, String(64)]  # the blob that holds its rows
+    position: int  # which of the blob's facts it is
+    report: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Edit(NewEdit):
+    """A fact that was added to the model."""
+
+    number: int
+    version: VersionId  # the first that holds it
+    actor: Actor
+    at: Time
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A name that moves from version to version."""
+
+    name: Annotated[str, String(100)]
+    version: VersionId
+    revision: int  # grows with each move
+    at: Time
+
+
+@dataclass(frozen=True)
+class Job:
+    """A large change and how far it has come."""
+
+    id: Annotated[str, String(40)]
+    actor: Actor
+    key: Annotated[str | None, String(200)]
+    state: Annotated[str, String(12)]  # queued, running, again, done or failed
+    done: int  # facts
+    total: int  # facts
+    result: Annotated[dict[str, Any] | None, Json]  # the reply, or the problem document
+    request: dict[str, Any]
+    at: Time
+
+    def change(self) -> Change:
+        """The change to carry out."""
+        facts = tuple(Fact(*pair) for pair in self.request["facts"])
+        rest = {"dry_run": self.request["dry_run"], "base_version": self.request["base_version"]}
+        return Change(self.actor, facts, tuple(self.request["remove"]), self.key, **rest, job=self.id)
+
+
 LIVE, BASE = "live", "base"  # the aliases that a ledger begins with
 metadata = MetaData()
+_TYPES = {int: Integer, str: Text}  # of fields that name no other
 
-entries = Table(  # append-only and chained by hashes; all other tables could be rebuilt from it
-    "entries",
-    metadata,
-    Column("seq", Integer, primary_key=True, autoincrement=False),
-    Column("at", String(32), nullable=False),
-    Column("actor", String(200), nullable=False),
-    Column("kind", String(20), nullable=False),
-    Column("body", Json, nullable=False),
-    Column("previous", String(64), nullable=False),
-    Column("hash", String(64), nullable=False),
-)
-versions = Table(
-    "versions",
-    metadata,
-    Column("id", String(20), primary_key=True),
-    Column("number", Integer, nullable=False, unique=True),
-    Column("parent", String(20)),
-    Column("shifts", String(64)),  # the blob; none for the unedited model
-    Column("num_facts", Integer, nullable=False),
-    Column("report", Json, nullable=False),
-    Column("actor", String(200), nullable=False),
-    Column("at", String(32), nullable=False),
-)
-edits = Table(
-    "edits",
-    metadata,
-    Column("id", String(40), primary_key=True),
-    Column("number", Integer, nullable=False, unique=True),
-    Column("version", String(20), nullable=False),  # the first that holds it
-    Column("prompt", Text, nullable=False),
-    Column("answer", Text, nullable=False),
-    Column("rows", String(64), nullable=False),  # the blob with its rows …
-    Column("position", Integer, nullable=False),  # … and which of the blob's facts it is
-    Column("actor", String(200), nullable=False),
-    Column("at", String(32), nullable=False),
-    Column("report", Json, nullable=False),
-)
+
+def _table_of(record: type, name: str, key: str, unique: str | None = None) -> Table:
+    """A table with a column for each field of a record; only a field that may be None may be NULL."""
+    columns = []
+    for field, hint in get_type_hints(record, include_extras=True).items():
+        value, kind = get_args(hint) if get_origin(hint) is Annotated else (hint, _TYPES.get(hint, Json))
+        null = type(None) in get_args(value)
+        columns.append(
+            Column(field, kind, primary_key=field == key, unique=field == unique, nullable=null, autoincrement=False)
+        )
+    return Table(name, metadata, *columns)
+
+
+entries = _table_of(Entry, "entries", "seq")  # append-only; all other tables could be rebuilt from it
+versions = _table_of(Version, "versions", "id", unique="number")
+edits = _table_of(Edit, "edits", "id", unique="number")
+aliases = _table_of(Alias, "aliases", "name")
 changes = Table(
     "changes",
     metadata,
@@ -92,14 +148,6 @@ changes = Table(
     Column("edit", String(40), primary_key=True),
     Column("kind", String(12), nullable=False),  # added, removed or superseded
     Index("changes_by_edit", "edit"),
-)
-aliases = Table(
-    "aliases",
-    metadata,
-    Column("name", String(100), primary_key=True),
-    Column("version", String(20), nullable=False),
-    Column("revision", Integer, nullable=False),  # grows with each move
-    Column("at", String(32), nullable=False),
 )
 replays = Table(
     "replays",
@@ -109,25 +157,8 @@ replays = Table(
     Column("request", String(64), nullable=False),  # a hash
     Column("reply", Json, nullable=False),
 )
-jobs = Table(
-    "jobs",
-    metadata,
-    Column("id", String(40), primary_key=True),
-    Column("actor", String(200), nullable=False),
-    Column("key", String(200)),
-    Column("request", Json, nullable=False),
-    Column("state", String(12), nullable=False),  # queued, running, done or failed
-    Column("done", Integer, nullable=False),  # facts
-    Column("total", Integer, nullable=False),
-    Column("result", Json),
-    Column("at", String(32), nullable=False),
-)
-marks = Table(
-    "marks",
-    metadata,
-    Column("name", String(40), primary_key=True),
-    Column("value", Text, nullable=False),
-)
+jobs = _table_of(Job, "jobs", "id")
+marks = Table("marks", metadata, Column("name", String(40), primary_key=True), Column("value", Text, nullable=False))
 
 
 def open_engine(url: str) -> Engine:

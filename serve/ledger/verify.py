@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,6 @@ from malmen.serve.ledger import tables
 from malmen.serve.ledger.chain import GENESIS, Entry, first_break
 from malmen.serve.ledger.tables import BASE, LIVE
 
-_ENTRIES_PER_QUERY = 1000
 _MAX_NAMES = 20  # of differing rows, for each table
 
 
@@ -59,8 +57,7 @@ class Contents:
         differing = {}
         for table, mine in vars(self).items():
             theirs = getattr(other, table)
-            names = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
-            if names:
+            if names := sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)):
                 differing[table] = names[:_MAX_NAMES]
         return differing
 
@@ -68,26 +65,15 @@ class Contents:
 def verify(connection: Connection) -> dict[str, Any]:
     """`intact` and what belongs to it; `connection` must see one snapshot of the database throughout."""
     count, previous, expected = 0, GENESIS, Contents()
-    for entries in _batches(connection):
-        broken = first_break(entries, previous, count)
-        if broken is not None:
-            return {"intact": False, "entries": count, "broken_at": broken}
-        for entry in entries:
-            expected.replay(entry)
-        count, previous = entries[-1].seq + 1, entries[-1].hash
+    query = select(tables.entries).order_by(tables.entries.c.seq).execution_options(yield_per=1000)
+    for row in connection.execute(query).mappings():
+        entry = Entry(**row)
+        if first_break([entry], previous, count) is not None:
+            return {"intact": False, "entries": count, "broken_at": count}
+        expected.replay(entry)
+        count, previous = count + 1, entry.hash
     head = connection.execute(select(tables.marks.c.value).filter_by(name="head")).scalar_one()
     differing = expected.differences(Contents.of_tables(connection))
     if differing or head != f"{count - 1} {previous}":
         return {"intact": False, "entries": count, "broken_at": None, "differing": differing}
     return {"intact": True, "entries": count, "head": previous}
-
-
-def _batches(connection: Connection) -> Iterator[list[Entry]]:
-    after = -1
-    while True:
-        query = select(tables.entries).where(tables.entries.c.seq > after).order_by(tables.entries.c.seq)
-        rows = connection.execute(query.limit(_ENTRIES_PER_QUERY)).mappings().all()
-        if not rows:
-            return
-        yield [Entry(**row) for row in rows]
-        after = rows[-1]["seq"]

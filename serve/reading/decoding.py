@@ -52,7 +52,8 @@ class Answer:
 def decode_batch(lm: LanguageModel, prompts: Sequence[Sequence[int]], answers: Sequence[Answer]) -> Iterator[None]:
     """Grow all answers by one token at each step, until all have ended."""
     steps = _Decoder(lm, prompts) if lm.kind == "decoder" else _EncoderDecoder(lm, prompts)
-    generators = [_generator(lm, answer.sampling) for answer in answers]
+    seeds = [answer.sampling.seed for answer in answers]
+    generators = [None if seed is None else torch.Generator(lm.device).manual_seed(seed) for seed in seeds]
     ids = None
     while any(answer.finish_reason is None for answer in answers):
         with torch.no_grad():
@@ -141,12 +142,6 @@ class _EncoderDecoder:
         )
         self.past = output.past_key_values
         return cast(Tensor, output.logits[:, -1])
-
-
-def _generator(lm: LanguageModel, sampling: Sampling) -> torch.Generator | None:
-    if sampling.seed is None:
-        return None
-    return torch.Generator(device=lm.device).manual_seed(sampling.seed)
 
 
 def _overlap(text: str, stop: str) -> int:

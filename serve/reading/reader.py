@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from itertools import groupby
+from typing import Any
 
 from jinja2 import TemplateError
 
@@ -15,7 +19,7 @@ from malmen.evaluate import evaluate
 from malmen.lm.model import LanguageModel, fact_encoder
 from malmen.lm.overlay import Overlay, edited_rows
 from malmen.serve.ledger.blobs import BlobStore
-from malmen.serve.messages import AnswerState, Evaluate, Prompt, Sampling, Scores
+from malmen.serve.messages import AnswerState, CountVersions, Evaluate, Prompt, ReaderRequest, Reply, Sampling, Scores
 from malmen.serve.problems import Problem
 from malmen.serve.reading.decoding import Answer, decode_batch
 
@@ -43,10 +47,8 @@ class Reader:
 
     def memory(self) -> dict[str, int]:
         """Versions in memory, and their bytes."""
-        return {
-            "versions": len(self._overlays),
-            "bytes": sum(edit.num_bytes() for edit in list(self._overlays.values())),
-        }
+        edits = list(self._overlays.values())
+        return {"versions": len(edits), "bytes": sum(edit.num_bytes() for edit in edits)}
 
     def encode(self, prompt: Prompt) -> list[int]:
         """A prompt's tokens; a Problem where the model cannot read it."""
@@ -74,12 +76,14 @@ class Reader:
             Answer(self.lm, self._fitting(prompt.sampling, len(ids)), len(ids))
             for prompt, ids in zip(prompts, encoded, strict=True)
         ]
-        with (
-            self._turn,
-            edited_rows(self.lm, list(self._groups([prompts[index].shifts for index in order]))),
-        ):
-            for _ in decode_batch(self.lm, [encoded[index] for index in order], [answers[index] for index in order]):
-                yield [answer.state() for answer in answers]
+        with self._turn:
+            runs = groupby(prompts[index].shifts for index in order)
+            overlays = [(self.overlay(shifts), len(list(rows))) for shifts, rows in runs]
+            with edited_rows(self.lm, overlays):
+                for _ in decode_batch(
+                    self.lm, [encoded[index] for index in order], [answers[index] for index in order]
+                ):
+                    yield [answer.state() for answer in answers]
 
     def _chat_text(self, turns: list[dict[str, str]]) -> str | None:
         """The turns in the form of the tokenizer's chat template; None where it has none.
@@ -112,10 +116,54 @@ class Reader:
         room = self.encoder.max_length - prompt_tokens + 1
         return replace(sampling, max_tokens=max(1, min(sampling.max_tokens, room)))
 
-    def _groups(self, shifts: Sequence[str | None]) -> Iterator[tuple[Overlay | None, int]]:
-        """(edit, number of rows) of each run of equal shifts."""
-        start = 0
-        for stop in range(1, len(shifts) + 1):
-            if stop == len(shifts) or shifts[stop] != shifts[start]:
-                yield self.overlay(shifts[start]), stop - start
-                start = stop
+
+class ReaderWorker:
+    """The reader's process: the reader behind one method that takes every request, and one that streams answers."""
+
+    def __init__(self, reader: Reader, decode: Callable[[Prompt], AsyncIterator[AnswerState]]) -> None:
+        """`decode` answers a prompt by `decode_batch`, together with others that arrive at the same time."""
+        self.reader, self._decode = reader, decode
+
+    async def ask(self, request: ReaderRequest[Reply]) -> Reply | Problem:
+        """The reply to a request, or the problem with it."""
+        reply: Any = None
+        try:
+            match request:
+                case Prompt():
+                    reply = [state async for state in self._states(request)][-1]
+                case Evaluate():
+                    reply = await asyncio.to_thread(self.reader.evaluate, request)
+                case CountVersions():
+                    reply = self.reader.memory()["versions"]
+        except EditError as error:  # what fails in the store is not the caller's fault
+            return Problem.of(error, 503)
+        return reply
+
+    async def stream(self, prompt: Prompt) -> AsyncIterator[AnswerState | Problem]:
+        """The answer as it grows; a problem ends it."""
+        try:
+            async for state in self._states(prompt):
+                yield state
+        except EditError as error:
+            yield Problem.of(error, 503)
+
+    async def decode_batch(self, prompts: Sequence[Prompt]) -> AsyncIterator[list[AnswerState]]:
+        """The states of all answers after each step, which runs in a thread.
+
+        The batch has a thread of its own: evaluations that wait for the model may hold all threads of the pool, and
+        the batch that they wait for must go on.
+        """
+        steps, loop = self.reader.answer_states(prompts), asyncio.get_running_loop()
+        thread = ThreadPoolExecutor(1, "decode")
+        try:
+            while (states := await loop.run_in_executor(thread, next, steps, None)) is not None:
+                yield states
+        finally:
+            thread.shutdown(wait=False)
+
+    async def _states(self, prompt: Prompt) -> AsyncIterator[AnswerState]:
+        self.reader.encode(prompt)  # a prompt that cannot be read is refused before it is decoded with others
+        async for state in self._decode(prompt):
+            yield state
+            if state.finish_reason is not None:
+                return

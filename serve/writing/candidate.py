@@ -4,74 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from malmen.edit_set import EditSet, FactRows
-from malmen.serve.messages import EditReply
+from malmen.serve.ledger.chain import now
+from malmen.serve.ledger.tables import Version
 from malmen.serve.problems import Problem
 from malmen.serve.writing.changes import Plan
 from malmen.serve.writing.guards import Guards, Measured
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Plans to publish together."""
+class Candidate:
+    """The version that plans lead to."""
 
     plans: Mapping[int, Plan]  # by the request's index
     rows: FactRows | None  # of all new facts, in the order of the plans
-
-    def halves(self) -> tuple[Batch, Batch]:
-        """The batch in two parts."""
-        plans = list(self.plans.items())
-        first, second = dict(plans[: len(plans) // 2]), dict(plans[len(plans) // 2 :])
-        middle, end = (sum(len(plan.new) for plan in part.values()) for part in (first, self.plans))
-        return Batch(first, self._rows(range(middle))), Batch(second, self._rows(range(middle, end)))
-
-    def _rows(self, facts: range) -> FactRows | None:
-        return self.rows.select(list(facts)) if self.rows is not None and len(facts) else None
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """The version that a batch leads to."""
-
-    batch: Batch
     edit_set: EditSet
     shifts: dict[str, Tensor]  # layer -> (value, key)
     measured: Measured
 
-    def predicted(self) -> dict[int, list[list[int]]]:
-        """By request: the most probable answer tokens of each of its new facts."""
+    def reports(self) -> dict[int, list[dict[str, Any]]]:
+        """By request: whether each of its new facts holds."""
         rest = iter(self.measured.predicted)
-        return {index: [next(rest) for _ in plan.new] for index, plan in self.batch.plans.items()}
+        return {index: [new.report(next(rest)) for new in plan.new] for index, plan in self.plans.items()}
 
-    def replies(self, version: str | None, number: int | None, parent: str) -> dict[int, EditReply]:
-        """By request, what its caller reads; version and number are None for a dry run."""
-        size, guard, predicted = self.edit_set.num_facts, self.measured.report(), self.predicted()
-        return {
-            index: plan.reply(predicted[index], version, number, parent, size, guard)
-            for index, plan in self.batch.plans.items()
-        }
+    def version(self, name: str, number: int, parent: str, shifts: str | None) -> Version:
+        """The version, as the ledger records it."""
+        actors = ", ".join(dict.fromkeys(plan.change.actor for plan in self.plans.values()))
+        size, report = self.edit_set.num_facts, self.measured.report()
+        return Version(name, number, parent, shifts, size, report, actors[:200], now())
 
     def refusals(self, guards: Guards) -> dict[int, list[str]]:
         """By request, why it may not be published; empty where all may. Limits on adding do not block a removal."""
-        adds = any(plan.new for plan in self.batch.plans.values())
+        adds = any(plan.new for plan in self.plans.values())
         common = guards.reasons(self.measured) if adds or not self.measured.finite else []
-        reasons = {}
-        for index, predicted in self.predicted().items():
-            new = self.batch.plans[index].new
-            held = sum(tokens == fact.encoded.targets for fact, tokens in zip(new, predicted, strict=True))
-            required = guards.config.min_success
-            too_few = f"{held} of {len(new)} new facts would hold; guard.min_success requires {required:.0%}"
-            reasons[index] = [*common, *([too_few] if held < required * len(new) else [])]
+        required, reasons = guards.config.min_success, {}
+        for index, reports in self.reports().items():
+            held = sum(report["holds"] for report in reports)
+            too_few = f"{held} of {len(reports)} new facts would hold; guard.min_success requires {required:.0%}"
+            reasons[index] = [*common, *([too_few] if held < required * len(reports) else [])]
         return {index: why for index, why in reasons.items() if why}
 
     def refused(self, index: int, reasons: list[str]) -> Problem:
         """The answer to a request that may not be published."""
         facts = [
-            {"index": new.index, "prompt": new.fact.prompt, **new.report(tokens)}
-            for new, tokens in zip(self.batch.plans[index].new, self.predicted()[index], strict=True)
+            {"index": new.index, "prompt": new.fact.prompt, **report}
+            for new, report in zip(self.plans[index].new, self.reports()[index], strict=True)
         ]
         detail = "the version was not published: " + "; ".join(reasons)
         return Problem(422, detail, reasons=reasons, facts=facts, guard=self.measured.report())

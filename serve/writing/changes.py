@@ -9,8 +9,9 @@ from typing import Any
 
 from malmen.data.records import Fact
 from malmen.data.tokens import EncodedFact, FactEncoder
+from malmen.edit_set import FactRows
 from malmen.errors import EditError
-from malmen.serve.ledger.view import Edit
+from malmen.serve.ledger.tables import Edit, Version
 from malmen.serve.messages import Change, EditReply, FactResult, GuardReport
 from malmen.serve.problems import Problem
 
@@ -61,6 +62,7 @@ class Plan:
     new: tuple[NewFact, ...]
     unchanged: Mapping[int, Edit]  # facts that hold already, by index
     ended: Mapping[str, str]  # edit -> removed or superseded
+    rows: FactRows | None = None  # of the new facts, once they are traced
 
     def touches(self) -> set[str]:
         """What no other change of the same batch may touch: its prompts, the edits it ends or relies on, its key."""
@@ -69,43 +71,33 @@ class Plan:
         edits = [*self.ended, *(edit.id for edit in self.unchanged.values())]
         return {*key, *prompts, *(f"edit {name}" for name in edits)}
 
-    def reply(
-        self,
-        predicted: Iterable[list[int]],
-        version: str | None,
-        number: int | None,
-        parent: str | None,
-        num_facts: int,
-        guard: Mapping[str, Any],
-    ) -> EditReply:
-        """What the caller reads; `predicted` are the most probable answer tokens of each new fact."""
+    def reply(self, reports: Iterable[Mapping[str, Any]], version: Version) -> EditReply:
+        """What the caller reads; `reports` say whether each new fact holds. A dry run gives no name to anything."""
+        change = self.change
         results = [
             FactResult(index=index, id=edit.id, status="unchanged", supersedes=None, **edit.report)
             for index, edit in self.unchanged.items()
         ]
-        for new, tokens in zip(self.new, predicted, strict=True):
-            name = None if self.change.dry_run else new.id
-            report = new.report(tokens)
+        for new, report in zip(self.new, reports, strict=True):
+            name = None if change.dry_run else new.id
             results.append(FactResult(index=new.index, id=name, status="added", supersedes=new.supersedes, **report))
         return EditReply(
-            version=version,
-            number=number,
-            parent=parent,
-            dry_run=self.change.dry_run,
+            version=None if change.dry_run else version.id,
+            number=None if change.dry_run else version.number,
+            parent=version.parent,
+            dry_run=change.dry_run,
             edits=sorted(results, key=lambda result: result.index),
             removed=[name for name, how in self.ended.items() if how == "removed"],
-            num_facts=num_facts,
-            guard=GuardReport(**guard),
+            num_facts=version.num_facts,
+            guard=GuardReport(**version.report),
         )
 
 
 def make_plan(change: Change, live: LiveFacts, version: str, encoder: FactEncoder) -> Plan:
     """Resolve a change; raises a Problem that lists everything wrong with it, fact by fact."""
     if change.base_version is not None and change.base_version != version:
-        raise Problem(
-            409, f"base_version is {change.base_version}, but {version} is live now; read it and repeat the request",
-            live=version,
-        )  # fmt: skip
+        detail = f"base_version is {change.base_version}, but {version} is live now; read it and repeat the request"
+        raise Problem(409, detail, live=version)
     if not change.size:
         raise Problem(422, "the request is empty: give facts to add, or edits to remove")
     for name in change.remove:
@@ -118,10 +110,9 @@ def make_plan(change: Change, live: LiveFacts, version: str, encoder: FactEncode
         held = live.by_prompt.get(fact.prompt)
         try:
             if fact.prompt in answers:
-                same = answers[fact.prompt] == fact.answer
-                raise EditError(
-                    "the fact is given twice" if same else f"the prompt is also given {answers[fact.prompt]!r}"
-                )
+                other = answers[fact.prompt]
+                same = "the fact is given twice"
+                raise EditError(same if other == fact.answer else f"the prompt is also given {other!r}")
             answers[fact.prompt] = fact.answer
             encoded = encoder.encode(fact)
         except EditError as error:

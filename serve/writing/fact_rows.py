@@ -13,7 +13,7 @@ from malmen.edit_set import FactRows, fact_rows
 from malmen.editor import Editor
 from malmen.lm.model import LanguageModel
 from malmen.serve.ledger.blobs import BlobStore
-from malmen.serve.ledger.view import Edit
+from malmen.serve.ledger.tables import Edit
 from malmen.serve.problems import Problem
 from malmen.serve.writing.changes import Plan
 
@@ -35,11 +35,6 @@ def plan_rows(lm: LanguageModel, editor: Editor, plan: Plan) -> FactRows:
     if traced is None:
         return trace_rows(lm, editor, [new.encoded for new in plan.new], plan.change.size)
     return traced if len(traced) == len(plan.new) else traced.select([new.index for new in plan.new])
-
-
-def join_rows(parts: Sequence[FactRows]) -> FactRows | None:
-    """The rows of several requests, one after the other; those of a single request are not copied."""
-    return FactRows.joined(parts) if len(parts) > 1 else next(iter(parts), None)
 
 
 def too_large(num_facts: int) -> Problem:

@@ -12,31 +12,22 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from torch import Tensor
+import torch
 
 from malmen.data.records import Fact
 from malmen.edit_set import EditSet, FactRows
 from malmen.editor import Editor
 from malmen.errors import EditError
 from malmen.lm.model import LanguageModel, fact_encoder
-from malmen.serve.ledger.blobs import BlobStore, as_stored
-from malmen.serve.ledger.chain import canonical, digest
-from malmen.serve.ledger.ledger import AcceptedChange, Ledger, NewEdit, Publication
-from malmen.serve.ledger.tables import LIVE
-from malmen.serve.ledger.view import Alias
+from malmen.serve.ledger.blobs import BlobStore
+from malmen.serve.ledger.chain import digest
+from malmen.serve.ledger.ledger import AcceptedChange, Ledger
+from malmen.serve.ledger.tables import LIVE, Alias, NewEdit
 from malmen.serve.messages import Change, Outcome, Receipt
 from malmen.serve.problems import Conflict, Problem
-from malmen.serve.writing.candidate import Batch, Candidate
+from malmen.serve.writing.candidate import Candidate
 from malmen.serve.writing.changes import LiveFacts, Plan, make_plan
-from malmen.serve.writing.fact_rows import (
-    join_rows,
-    plan_rows,
-    store_rows,
-    stored_rows,
-    too_large,
-    trace_rows,
-    within_memory,
-)
+from malmen.serve.writing.fact_rows import plan_rows, store_rows, stored_rows, too_large, trace_rows, within_memory
 from malmen.serve.writing.guards import Guards
 
 log = logging.getLogger(__name__)
@@ -83,12 +74,6 @@ class EditService:
             on_facts(min(first + at_once, len(encoded)))
         return FactRows.joined(parts)
 
-    def shifts(self) -> dict[str, Tensor]:
-        """The live version's shifts, in float64."""
-        with self.turn:
-            self._catch_up()
-            return self.edit_set.shifts()
-
     # --- deciding: each method returns the outcomes that it has; a request without one waits for the next round ---
 
     def _decide(self, waiting: Mapping[int, Change]) -> dict[int, Outcome]:
@@ -115,54 +100,55 @@ class EditService:
                     break
             idle = {index: plan for index, plan in plans.items() if not plan.new and not plan.ended}
             outcomes |= {index: self._unchanged(plan) for index, plan in idle.items()}
-            batch, too_large = self._trace({index: plan for index, plan in plans.items() if index not in idle})
+            traced, refused = self._trace({index: plan for index, plan in plans.items() if index not in idle})
         except (EditError, OSError) as error:
             return self._failed(waiting, error) | outcomes
-        return outcomes | too_large | self._publish(batch)
+        return outcomes | refused | self._publish(traced)
 
-    def _trace(self, plans: Mapping[int, Plan]) -> tuple[Batch, dict[int, Problem]]:
+    def _trace(self, plans: Mapping[int, Plan]) -> tuple[dict[int, Plan], dict[int, Outcome]]:
         """The plans with the rows of their new facts, and the refusals of those that are too large for the memory."""
-        rows: dict[int, FactRows | None] = {}
-        refused = {}
+        traced: dict[int, Plan] = {}
+        refused: dict[int, Outcome] = {}
         for index, plan in plans.items():
             try:
-                rows[index] = plan_rows(self.lm, self.editor, plan) if plan.new else None
+                traced[index] = replace(plan, rows=plan_rows(self.lm, self.editor, plan)) if plan.new else plan
             except Problem as problem:
                 refused[index] = problem
-        return Batch(
-            {index: plans[index] for index in rows}, join_rows([part for part in rows.values() if part])
-        ), refused
+        return traced, refused
 
-    def _publish(self, batch: Batch) -> dict[int, Outcome]:
+    def _publish(self, plans: Mapping[int, Plan]) -> dict[int, Outcome]:
         """Solve, measure, record. A batch that is refused is halved: no request is refused for another's facts."""
-        if not batch.plans:
+        if not plans:
             return {}
-        (index, plan), *others = batch.plans.items()
+        (index, plan), *others = plans.items()
+        alias = self._alias
+        assert alias is not None
         try:
             try:
-                size = sum(plan.change.size for plan in batch.plans.values())
-                candidate = within_memory(too_large(size), self._solve, batch)
+                size = sum(plan.change.size for plan in plans.values())
+                candidate = within_memory(too_large(size), self._solve, plans)
             except Problem as problem:
-                return self._publish_halves(batch) if others else {index: problem}
+                return self._publish_halves(plans) if others else {index: problem}
             refusals = candidate.refusals(self.guards)
             if refusals:
-                return self._publish_halves(batch) if others else {index: candidate.refused(index, refusals[index])}
+                return self._publish_halves(plans) if others else {index: candidate.refused(index, refusals[index])}
             if plan.change.dry_run:
-                return {index: Receipt(candidate.replies(None, None, self._live_alias.version)[index])}
-            return self._record(candidate)
+                trial = candidate.version("a dry run", self._number, alias.version, None)
+                return {index: Receipt(plan.reply(candidate.reports()[index], trial))}
+            return self._record(candidate, alias)
         except Conflict:
             log.info("`live` was moved while a version was computed: computing it again")
             self._alias = None
             return {}
         except (EditError, OSError) as error:
-            return self._failed(batch.plans, error)
+            return self._failed(plans, error)
 
-    def _publish_halves(self, batch: Batch) -> dict[int, Outcome]:
-        first, second = batch.halves()
-        outcomes = self._publish(first)
+    def _publish_halves(self, plans: Mapping[int, Plan]) -> dict[int, Outcome]:
+        requests, middle = list(plans.items()), len(plans) // 2
+        outcomes = self._publish(dict(requests[:middle]))
         if self._alias is None:  # `live` was moved, or the store failed: the second half must be planned again
             return outcomes
-        return outcomes | self._publish(second)
+        return outcomes | self._publish(dict(requests[middle:]))
 
     def _failed(self, indices: Iterable[int], error: EditError | OSError) -> dict[int, Outcome]:
         """The same refusal for all: a database or store that fails, rows that are missing or were changed."""
@@ -172,70 +158,62 @@ class EditService:
             error = Problem(503, f"the store fails: {reason}", retry_after=5)
         return dict.fromkeys(indices, error)
 
-    def _solve(self, batch: Batch) -> Candidate:
-        plans, rows = batch.plans.values(), batch.rows
-        ended = [name for plan in plans for name in plan.ended]
+    def _solve(self, plans: Mapping[int, Plan]) -> Candidate:
+        parts = [plan.rows for plan in plans.values() if plan.rows]
+        rows = FactRows.joined(parts) if len(parts) > 1 else next(iter(parts), None)  # a single one is not copied
+        ended = [name for plan in plans.values() for name in plan.ended]
         changed = self.edit_set.changed([rows.to(self.lm.device)] if rows else [], self._stored_rows(ended))
         try:
             shifts = changed.shifts()
         except EditError as error:
             raise Problem(422, f"these facts cannot be merged: {error}") from error
-        measured = self.guards.measure(shifts, [new.encoded for plan in plans for new in plan.new])
-        return Candidate(batch, changed, shifts, measured)
+        measured = self.guards.measure(shifts, [new.encoded for plan in plans.values() for new in plan.new])
+        return Candidate(plans, rows, changed, shifts, measured)
 
     # --- recording -----------------------------------------------------------------------------------------
 
-    def _record(self, candidate: Candidate) -> dict[int, Outcome]:
-        batch, alias = candidate.batch, self._live_alias
-        stored = as_stored(candidate.shifts, self.lm.dtype)
-        shifts = self.blobs.put(stored) if stored else None
-        places = iter(store_rows(self.blobs, batch.rows) if batch.rows else ())
+    def _record(self, candidate: Candidate, alias: Alias) -> dict[int, Outcome]:
+        plans = candidate.plans
+        dtype = torch.float64 if self.lm.dtype == torch.float64 else torch.float32
+        shifts = {layer: shift.to(dtype) for layer, shift in candidate.shifts.items()}
+        blob = self.blobs.put(shifts) if shifts else None
+        names = [[new.id for new in plan.new] for plan in plans.values()]
+        ended = [tuple(plan.ended.items()) for plan in plans.values()]
         number = self._number + 1
-        added = {
-            index: tuple(
-                NewEdit(new.id, new.fact.prompt, new.fact.answer, *next(places), new.report(tokens))
-                for new, tokens in zip(batch.plans[index].new, predicted, strict=True)
+        name = "v" + digest([alias.version, number, blob, names, ended])[:16]
+        version = candidate.version(name, number, alias.version, blob)
+        places = iter(store_rows(self.blobs, candidate.rows) if candidate.rows else ())
+        reports = candidate.reports()
+        added = [
+            tuple(
+                NewEdit(new.id, new.fact.prompt, new.fact.answer, *next(places), report)
+                for new, report in zip(plan.new, reports[index], strict=True)
             )
-            for index, predicted in candidate.predicted().items()
-        }
-        names = [[new.id for new in edits] for edits in added.values()]
-        ended = [tuple(plan.ended.items()) for plan in batch.plans.values()]
-        version = "v" + digest(canonical([alias.version, number, shifts, names, ended]))[:16]
-        replies = candidate.replies(version, number, alias.version)
-        accepted = tuple(
-            AcceptedChange(plan.change, added[index], tuple(plan.ended.items()), replies[index])
-            for index, plan in batch.plans.items()
-        )
-        num_facts, report = candidate.edit_set.num_facts, candidate.measured.report()
-        publication = Publication(version, number, alias.version, alias.revision, shifts, num_facts, report, accepted)
-        self.ledger.publish(publication, self.epoch)
+            for index, plan in plans.items()
+        ]
+        replies = {index: plan.reply(reports[index], version) for index, plan in plans.items()}
+        changes = (plan.change for plan in plans.values())
+        accepted = [*map(AcceptedChange, changes, added, ended, replies.values())]
+        self.ledger.publish(version, accepted, alias.revision, self.epoch)
         edits = self.ledger.edits_by_id([name for part in names for name in part])
         self.edit_set, self._number = candidate.edit_set, number
-        self.live.discard(name for plan in batch.plans.values() for name in plan.ended)
+        self.live.discard(name for part in ended for name, _ in part)
         self.live.add(edits)
-        self._alias = replace(alias, version=version, revision=alias.revision + 1)
+        self._alias = replace(alias, version=version.id, revision=alias.revision + 1)
         return {index: Receipt(reply) for index, reply in replies.items()}
 
     def _unchanged(self, plan: Plan) -> Receipt:
         """The reply to a change that asks only for what holds already."""
-        live = self.ledger.resolve(LIVE)
-        version, number = (None, None) if plan.change.dry_run else (live.id, live.number)
-        reply = plan.reply((), version, number, live.parent, self.edit_set.num_facts, live.report)
+        reply = plan.reply((), self.ledger.resolve(LIVE))
         if not plan.change.dry_run:
             self.ledger.store_reply(plan.change, reply)
         return Receipt(reply)
 
     # --- following the ledger ------------------------------------------------------------------------------
 
-    @property
-    def _live_alias(self) -> Alias:
-        assert self._alias is not None
-        return self._alias
-
     def _catch_up(self) -> Alias:
         """Hold the facts that are live in the ledger: at the start, after a roll-back, and after a failure."""
         alias = self.ledger.alias(LIVE)
-        assert alias is not None
         if self._alias and (self._alias.version, self._alias.revision) == (alias.version, alias.revision):
             return alias
         wanted, held = self.ledger.members(alias.version), self.live.by_id.keys()
@@ -247,7 +225,7 @@ class EditService:
         self.edit_set = within_memory(full, self.edit_set.changed, added, self._stored_rows(ended))
         self.live.discard(ended)
         self.live.add(missing)
-        self._alias, self._number = alias, self.ledger.last_number()
+        self._alias, self._number = alias, self.ledger.versions(1)[0].number
         return alias
 
     def _stored_rows(self, names: Sequence[str]) -> Iterator[FactRows]:

@@ -11,7 +11,7 @@ from ray.serve.schema import (
     DeploymentStatusTrigger,
 )
 
-from malmen.serve.launch import _reason
+from malmen.serve.app import _reason
 
 
 @pytest.mark.parametrize(

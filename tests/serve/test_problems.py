@@ -7,10 +7,10 @@ import pickle
 import pytest
 
 from malmen.errors import EditError
-from malmen.serve.problems import TITLES, Conflict, Problem, WorkerLost
+from malmen.serve.problems import TITLES, Conflict, Problem
 
 
-@pytest.mark.parametrize("kind", [Problem, Conflict, WorkerLost])
+@pytest.mark.parametrize("kind", [Problem, Conflict])
 def test_a_problem_keeps_its_type_and_members_on_its_way_between_processes(kind: type[Problem]) -> None:
     problem = pickle.loads(pickle.dumps(kind(503, "lost", retry_after=2, facts=[1])))
     assert type(problem) is kind

@@ -26,7 +26,7 @@ from malmen.serve.messages import (
     WriterRequest,
     reply_or_raise,
 )
-from malmen.serve.reading.worker import ReaderWorker
+from malmen.serve.reading.reader import ReaderWorker
 from malmen.serve.settings import ServeConfig
 from malmen.serve.writing.writer import Writer
 

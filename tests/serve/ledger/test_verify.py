@@ -33,8 +33,8 @@ def test_tampering_shows(tmp_path: Path, tampering: str) -> None:
     file = tmp_path / "ledger.db"
     ledger = Ledger(f"sqlite:///{file}", "model", "editor")
     epoch = ledger.take_over()
-    ledger.publish(make_publication(ledger, 1, "a"), epoch)
-    ledger.publish(make_publication(ledger, 2, "b"), epoch)
+    ledger.publish(*make_publication(ledger, 1, "a"), epoch)
+    ledger.publish(*make_publication(ledger, 2, "b"), epoch)
     assert ledger.verify()["intact"]
     with sqlite3.connect(file) as connection:
         connection.execute(tampering)
@@ -45,10 +45,10 @@ def test_tampering_shows(tmp_path: Path, tampering: str) -> None:
 def test_a_ledger_whose_aliases_were_moved_is_intact(url: str) -> None:
     ledger = Ledger(url, "model", "editor")
     epoch = ledger.take_over()
-    ledger.publish(make_publication(ledger, 1, "a"), epoch)
+    ledger.publish(*make_publication(ledger, 1, "a"), epoch)
     live = ledger.alias("live")
     ledger.set_alias("live", ledger.resolve("base").id, live.revision, "ann")
     ledger.set_alias("tested", live.version, None, "ann")
-    ledger.publish(make_publication(ledger, 2, "b"), epoch)
+    ledger.publish(*make_publication(ledger, 2, "b"), epoch)
     assert ledger.verify()["intact"]
     ledger.close()

@@ -15,10 +15,10 @@ def test_versions_that_were_rolled_back_are_no_ancestors_of_what_comes_after(url
     ledger = Ledger(url, "model", "editor")
     epoch = ledger.take_over()
     for number, prompt in ((1, "a"), (2, "b")):
-        ledger.publish(make_publication(ledger, number, prompt), epoch)
+        ledger.publish(*make_publication(ledger, number, prompt), epoch)
     one, two = f"v{1:016d}", f"v{2:016d}"
     ledger.set_alias("live", one, ledger.alias("live").revision, "ann")
-    ledger.publish(make_publication(ledger, 3, "c"), epoch)
+    ledger.publish(*make_publication(ledger, 3, "c"), epoch)
     three = ledger.resolve("live").id
     assert ledger.members(three) == {"e1-0", "e3-0"}
     assert one in ledger.ancestry(three) and two not in ledger.ancestry(three) and two in ledger.ancestry(two)

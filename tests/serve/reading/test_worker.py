@@ -12,7 +12,7 @@ from one_process import Endpoint
 from malmen.data.records import EditRecord
 from malmen.serve.messages import AnswerState, CountVersions, Evaluate, Prompt, Sampling, Scores
 from malmen.serve.problems import Problem
-from malmen.serve.reading.worker import ReaderWorker
+from malmen.serve.reading.reader import ReaderWorker
 
 PROMPT = world_facts(1)[0].prompt
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -10,14 +12,17 @@ from endpoints import Bench, make_bench, world_facts
 
 from malmen.data.records import Fact
 from malmen.edit_set import EditSet, fact_rows
-from malmen.serve.messages import Change
+from malmen.lm.model import LanguageModel
+from malmen.serve.messages import Change, reply_or_raise
 from malmen.serve.settings import GuardConfig
-from malmen.serve.writing.candidate import Batch, Candidate
+from malmen.serve.writing.candidate import Candidate
 from malmen.serve.writing.changes import LiveFacts, Plan, make_plan
+from malmen.serve.writing.fact_rows import stored_rows
 from malmen.serve.writing.guards import Guards, Measured
 from malmen.serve.writing.service import EditService
 
 FACTS = world_facts(6)
+LittleMemory = Callable[[LanguageModel, int], AbstractContextManager[None]]
 STRICT = GuardConfig(min_success=1, max_shift_ratio=1, max_perplexity_ratio=2)
 
 
@@ -31,20 +36,23 @@ def plan(service: EditService, *facts: Fact) -> Plan:
 
 
 def candidate(bench: Bench, plans: dict[int, Plan], measured: Measured) -> Candidate:
-    return Candidate(Batch(plans, None), EditSet(bench.editor), {}, measured)
+    return Candidate(plans, None, EditSet(bench.editor), {}, measured)
 
 
-def test_the_halves_of_a_batch_have_the_rows_of_their_own_facts(bench: Bench) -> None:
-    service = bench.service()
-    plans = {3: plan(service, *FACTS[:1]), 5: plan(service, *FACTS[1:3]), 8: plan(service, *FACTS[3:6])}
-    rows = fact_rows(bench.lm, bench.editor, [new.encoded for part in plans.values() for new in part.new])
-    first, second = Batch(plans, rows).halves()
-    assert (list(first.plans), list(second.plans)) == ([3], [5, 8])
-    for half, expected in ((first, rows.select([0])), (second, rows.select([1, 2, 3, 4, 5]))):
-        assert half.rows is not None
-        tensors, wanted = half.rows.tensors(), expected.tensors()
+def test_the_halves_of_a_batch_have_the_rows_of_their_own_facts(tmp_path: Path, little_memory: LittleMemory) -> None:
+    bench = make_bench(tmp_path)
+    service, cuts = bench.service(), (FACTS[:1], FACTS[1:3], FACTS[3:6])
+    with little_memory(bench.lm, 4):  # all of them at once are too many, and so are the last two
+        outcomes = service.apply([Change("ann", tuple(facts)) for facts in cuts])
+    assert [reply_or_raise(outcome).reply.num_facts for outcome in outcomes] == [1, 3, 6]
+    edits = service.ledger.edits()[::-1]
+    assert [edit.prompt for edit in edits] == [fact.prompt for fact in FACTS]
+    for edit, fact in zip(edits, FACTS, strict=True):
+        (rows,) = stored_rows(service.blobs, [edit], bench.lm.device)
+        tensors, wanted = rows.tensors(), fact_rows(bench.lm, bench.editor, [service.encoder.encode(fact)]).tensors()
         assert tensors.keys() == wanted.keys() and wanted
-        assert all(torch.equal(tensors[name], tensor) for name, tensor in wanted.items())
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(tensors[name], tensor)
 
 
 def test_only_the_request_whose_facts_do_not_hold_is_refused_for_it(bench: Bench) -> None:
@@ -57,8 +65,9 @@ def test_only_the_request_whose_facts_do_not_hold_is_refused_for_it(bench: Bench
     problem = found.refused(1, refusals[1])
     assert problem.status == 422 and problem.more["facts"][0]["prompt"] == FACTS[1].prompt
     assert problem.more["facts"][0]["tokens_right"] == 0
-    replies = found.replies("v2", 2, "v1")
-    assert [replies[index].edits[0].holds for index in (0, 1)] == [True, False]
+    version = found.version("v2", 2, "v1", None)
+    replies = [plan.reply(found.reports()[index], version) for index, plan in plans.items()]
+    assert [reply.edits[0].holds for reply in replies] == [True, False]
 
 
 def test_limits_on_the_version_refuse_all_who_add_but_only_what_is_not_finite_refuses_a_removal(bench: Bench) -> None:

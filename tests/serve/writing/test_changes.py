@@ -8,7 +8,7 @@ from endpoints import make_bench
 from malmen.data.records import Fact
 from malmen.data.tokens import FactEncoder
 from malmen.lm.model import fact_encoder
-from malmen.serve.ledger.view import Edit
+from malmen.serve.ledger.tables import Edit, Version
 from malmen.serve.messages import Change
 from malmen.serve.problems import Problem
 from malmen.serve.writing.changes import LiveFacts, make_plan
@@ -17,7 +17,7 @@ REPORT = {"holds": True, "tokens_right": 1, "tokens": 1}
 
 
 def edit(name: str, prompt: str, answer: str) -> Edit:
-    return Edit(name, 0, "v1", prompt, answer, "", 0, "ann", "", REPORT)
+    return Edit(name, prompt, answer, "", 0, REPORT, number=0, version="v1", actor="ann", at="")
 
 
 @pytest.fixture
@@ -39,7 +39,8 @@ def test_a_plan_tells_new_facts_from_those_that_hold_and_what_ends(live: LiveFac
     assert [(new.index, new.fact, new.supersedes) for new in plan.new] == [(0, facts[0], "e1"), (2, facts[2], None)]
     assert {index: held.id for index, held in plan.unchanged.items()} == {1: "e2"}
     assert plan.ended == {"e3": "removed", "e1": "superseded"}
-    reply = plan.reply([new.encoded.targets for new in plan.new], "v2", 2, "v1", 3, {"max_shift_ratio": 0.5})
+    version = Version("v2", 2, "v1", None, 3, {"max_shift_ratio": 0.5}, "ann", "")
+    reply = plan.reply([new.report(new.encoded.targets) for new in plan.new], version)
     assert [result.status for result in reply.edits] == ["added", "unchanged", "added"]
     assert reply.removed == ["e3"] and all(result.holds for result in reply.edits)
     assert [result.id for result in reply.edits] == [plan.new[0].id, "e2", plan.new[1].id]

@@ -32,7 +32,7 @@ def test_a_job_and_requests_that_come_together_are_the_sum_of_their_rows_to_the_
     encoded = [[service.encoder.encode(fact) for fact in facts] for facts in cuts]
     rows = FactRows.joined([fact_rows(bench.lm, bench.editor, facts) for facts in encoded])
     expected = EditSet(bench.editor).changed([rows]).shifts()
-    shifts = service.shifts()
+    shifts = service.edit_set.shifts()
     assert shifts.keys() == expected.keys() and expected
     assert all(torch.equal(shifts[name], shift) for name, shift in expected.items())
 

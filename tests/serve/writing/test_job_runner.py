@@ -12,7 +12,7 @@ from endpoints import make_bench, world_facts
 from malmen.lm.model import LanguageModel
 from malmen.serve.ledger.jobs import Job
 from malmen.serve.messages import Change
-from malmen.serve.writing.job_runner import JobRunner
+from malmen.serve.writing.writer import JobRunner
 
 FACTS = tuple(world_facts(12))
 

@@ -77,15 +77,15 @@ def test_300_random_changes_end_in_the_shift_from_scratch_and_what_was_removed_i
     assert len(held) > 5 and len(removed) > 5
     left = [Fact(prompt, answer) for prompt, (_, answer) in held.items()]
     scratch = bench.editor.edit(bench.lm, left).shifts
-    assert_same_shifts(service.shifts(), scratch, 1e-8)
+    assert_same_shifts(service.edit_set.shifts(), scratch, 1e-8)
     with edited(bench.lm, scratch):
         never_added = ask(bench.lm, removed, 8)
-    with edited(bench.lm, service.shifts()):
+    with edited(bench.lm, service.edit_set.shifts()):
         assert ask(bench.lm, removed, 8) == never_added
     unedited = ask(bench.lm, people, 8)
     add(service, remove=tuple(name for name, _ in held.values()))
-    assert service.shifts() == {}
-    with edited(bench.lm, service.shifts()):
+    assert service.edit_set.shifts() == {}
+    with edited(bench.lm, service.edit_set.shifts()):
         assert ask(bench.lm, people, 8) == unedited
 
 
@@ -151,7 +151,7 @@ def test_a_new_answer_to_the_same_prompt_supersedes_the_old_one_exactly(bench: B
     again = add(service, Fact(FACTS[0].prompt, FACTS[2].answer))
     assert again.edits[0].supersedes == first.edits[0].id and again.num_facts == 2
     scratch = bench.editor.edit(bench.lm, [FACTS[1], Fact(FACTS[0].prompt, FACTS[2].answer)]).shifts
-    assert_same_shifts(service.shifts(), scratch, 1e-4)
+    assert_same_shifts(service.edit_set.shifts(), scratch, 1e-4)
 
 
 def test_two_answers_to_one_prompt_that_come_together_are_done_one_after_the_other(bench: Bench) -> None:
@@ -228,7 +228,7 @@ def test_a_version_beyond_the_guards_is_refused_with_the_reason_and_changes_noth
     problem = refusal(service, Change("ann", (FACTS[0],)))
     assert problem.status == 422 and reason in problem.detail
     assert problem.more["facts"][0]["prompt"] == FACTS[0].prompt
-    assert service.shifts() == {} and len(service.ledger.versions()) == 1
+    assert service.edit_set.shifts() == {} and len(service.ledger.versions()) == 1
 
 
 def test_limits_on_adding_do_not_hold_up_what_only_takes_back(tmp_path: Path) -> None:
@@ -251,10 +251,10 @@ def test_one_fact_of_a_large_request_is_removed_by_reading_few_of_its_rows(tmp_p
     assert sum(edit.rows == mine.rows for edit in edits) <= 64
     for name in {edit.rows for edit in edits} - {mine.rows}:
         service.blobs.path(name).unlink()
-    with_it = service.shifts()
+    with_it = service.edit_set.shifts()
     assert add(service, remove=(mine.id,)).num_facts == 149
     scratch = bench.editor.edit(bench.lm, [fact for fact in facts if fact.prompt != mine.prompt]).shifts
-    assert_same_shifts(service.shifts(), scratch, 1e-8)
+    assert_same_shifts(service.edit_set.shifts(), scratch, 1e-8)
     for name, shift in scratch.items():  # the control: with the fact every layer is far from it
         assert float((with_it[name] - shift).abs().max()) > 1e-2 * float(shift.abs().max())
 
@@ -286,7 +286,7 @@ def test_rolling_back_brings_the_old_set_and_the_next_edit_builds_on_it(bench: B
     assert third.parent == first.version
     assert set(service.live.by_prompt) == {FACTS[0].prompt, FACTS[2].prompt}
     scratch = bench.editor.edit(bench.lm, [FACTS[0], FACTS[2]]).shifts
-    assert_same_shifts(service.shifts(), scratch, 1e-4)
+    assert_same_shifts(service.edit_set.shifts(), scratch, 1e-4)
     at = service.ledger.alias("live")
     service.ledger.set_alias("live", second.version, at.revision, "ann")  # and forward again
     assert set(service.ledger.members(service.ledger.resolve("live").id)) == {
@@ -309,7 +309,7 @@ def test_a_restarted_service_goes_on_with_the_same_set(bench: Bench) -> None:
     again = bench.service()
     assert again.live.by_id.keys() == first.live.by_id.keys()
     before = first.edit_set.shifts()
-    assert_same_shifts(again.shifts(), before, 1e-9, 1e-9)
+    assert_same_shifts(again.edit_set.shifts(), before, 1e-9, 1e-9)
 
 
 def test_facts_that_were_traced_before_give_the_same_version(bench: Bench) -> None:
@@ -320,7 +320,7 @@ def test_facts_that_were_traced_before_give_the_same_version(bench: Bench) -> No
     assert progress == [4, 8, 10]
     add(service, *FACTS[:10], rows=rows)
     scratch = bench.editor.edit(bench.lm, FACTS[:10]).shifts
-    assert_same_shifts(service.shifts(), scratch, 1e-4)
+    assert_same_shifts(service.edit_set.shifts(), scratch, 1e-4)
 
 
 def test_a_full_disk_is_told_and_what_was_asked_can_be_done_later(bench: Bench) -> None:
