@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from malmen.config import Config, parse_config
+from malmen.config import Config
 from malmen.errors import EditError
 from malmen.metrics import score
 from malmen.platform.tracking.registry import describe_checkpoint, register_editor, registered_name
@@ -16,7 +16,7 @@ from malmen.platform.tracking.tracker import run_exists
 from malmen.platform.train import Listener, train
 from malmen.runs.checkpoint_lookup import latest_checkpoint, read_state
 from malmen.runs.run_folder import run_facts
-from malmen.tune.follow import SweepListener
+from malmen.tune.follow import ProgressListener
 from malmen.tune.settings import Params, SweepConfig
 from malmen.tune.sweep_folder import SweepFolder, TrialRecord
 from malmen.tune.trial import trial_config
@@ -47,14 +47,15 @@ def best_trial(trials: Sequence[TrialRecord]) -> TrialRecord:
 
 def crown(
     base: Config, sweep: SweepConfig, folder: SweepFolder, facts: dict[str, Any], parent: str | None,
-    listener: SweepListener,
+    listener: ProgressListener,
 ) -> Champion:  # fmt: skip
     """Find the best trial, train its config again if `retrain_steps` says so, and register its editor."""
     best = best_trial(folder.trials())
     config, run = trial_config(base, sweep, best.params), folder.trial_path(best.number)
     if sweep.retrain_steps:
         listener.event(f"training trial {best.number}'s config again, {sweep.retrain_steps} steps")
-        config = _with_steps(config, sweep.retrain_steps)
+        training = config.training.model_copy(update={"steps": sweep.retrain_steps})
+        config = config.model_copy(update={"training": training})
         run = folder.path / f"champion-{best.number:04d}-{sweep.retrain_steps}"
         _train_again(config, run, parent, listener)
     checkpoint = Path(latest_checkpoint(run))
@@ -75,13 +76,7 @@ def crown(
     return champion
 
 
-def _with_steps(config: Config, steps: int) -> Config:
-    raw = config.model_dump(mode="json")
-    raw["training"]["steps"] = steps
-    return parse_config(raw, "the best trial")
-
-
-def _train_again(config: Config, run: Path, parent: str | None, listener: SweepListener) -> None:
+def _train_again(config: Config, run: Path, parent: str | None, listener: ProgressListener) -> None:
     """Train into `run`, or resume it; a finished run is left as it is."""
     done = int(read_state(latest_checkpoint(run))["step"]) if list(run.glob("checkpoint-*")) else 0
     unfinished = not run_facts(run).get("finished", True)  # its last step may be saved and not measured yet

@@ -17,106 +17,105 @@ from malmen.tune.settings import LAYERS, Range, SweepConfig
 Rows = Sequence[dict[str, Any]]
 
 _MARKERS = {"finished": ("o", 1.0), "stopped": ("x", 0.6), "failed": ("v", 0.6), "planned": (".", 0.4)}
+_COLOURS = {"finished": "C2", "stopped": "C1", "failed": "C3", "planned": "0.7"}
 
 
-def plot_parameter(rows: Rows, name: str, values: Range | list[Any], path: Path) -> None:
-    """The score over a numeric parameter, a colour for each layer set; crosses were stopped early."""
-    figure, (axes,) = _figure(1)
+def plot_sweep(results: dict[str, Any], sweep: SweepConfig, folder: Path) -> list[Path]:
+    """Draw every picture that the sweep's parameters and trials allow; their paths."""
+    rows = results["trials"]
     scored = [row for row in rows if row["score"] is not None]
-    layer_sets = sorted({str(row.get(LAYERS, "")) for row in scored})
-    for index, label in enumerate(layer_sets):
+    title = f"{len(rows)} trials; ● all steps, × stopped early"
+    figures = {}
+    for name, values in sweep.parameters.items():
+        if isinstance(values, Range) or all(isinstance(value, int | float) for value in values):
+            figures[f"score-{name}"] = _over_parameter(scored, name, values, title)
+    if scored and sweep.layer_sets:
+        figures["layer-sets"] = _by_layer_set(scored, title)
+    figures["pareto"] = _pareto(rows, results["pareto_front"], title)
+    figures["budget"] = _budget(rows, results["steps"])
+    for name, figure in figures.items():
+        figure.savefig(folder / f"{name}.png", dpi=120)
+    return [folder / f"{name}.png" for name in figures]
+
+
+def new_figure(columns: int, width: float, height: float) -> tuple[Figure, Sequence[Axes]]:
+    """A figure of panels side by side, which needs no screen."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(1, columns, squeeze=False)[0]
+
+
+def _over_parameter(scored: Rows, name: str, values: Range | list[Any], title: str) -> Figure:
+    """The score over a numeric parameter, a colour for each layer set; crosses were stopped early."""
+    figure, axes = _titled(title)
+    for index, label in enumerate(sorted({str(row.get(LAYERS, "")) for row in scored})):
         for row in scored:
             if str(row.get(LAYERS, "")) == label:
-                marker, alpha = _MARKERS[row["status"]]
-                axes.scatter([row[name]], [row["score"]], marker=marker, alpha=alpha, color=f"C{index}", s=45)
+                _mark(axes, row, row[name], row["score"], f"C{index}")
         axes.scatter([], [], color=f"C{index}", label=label or "all trials")
-    log = isinstance(values, Range) and values.log
-    axes.set(xlabel=name, ylabel="score at the last evaluation", xscale="log" if log else "linear")
-    if log:  # also within one decade: 0.2, 0.5, 1, 2, 5
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _place: f"{value:g}"))
-        axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set(xlabel=name, ylabel="score at the last evaluation")
     if isinstance(values, Range):
         axes.set_xlim(values.low, values.high)
+        if values.log:  # also within one decade: 0.2, 0.5, 1, 2, 5
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _place: f"{value:g}"))
+            axes.xaxis.set_minor_formatter(NullFormatter())
     axes.legend(title="layers", fontsize="small")
-    _add_title(axes, rows)
-    figure.savefig(path, dpi=120)
+    return figure
 
 
-def plot_layer_sets(rows: Rows, path: Path) -> None:
+def _by_layer_set(scored: Rows, title: str) -> Figure:
     """The scores of each layer set, as boxes with the trials in them."""
-    figure, (axes,) = _figure(1)
-    scored = [row for row in rows if row["score"] is not None]
+    figure, axes = _titled(title)
     layer_sets = sorted({row[LAYERS] for row in scored})
     groups = [[row for row in scored if row[LAYERS] == name] for name in layer_sets]
     axes.boxplot([[row["score"] for row in group] for group in groups], tick_labels=layer_sets, showfliers=False)
     for place, group in enumerate(groups, start=1):
         for row in group:
-            marker, alpha = _MARKERS[row["status"]]
-            axes.scatter([place], [row["score"]], marker=marker, alpha=alpha, color=f"C{place - 1}", s=45)
+            _mark(axes, row, place, row["score"], f"C{place - 1}")
     axes.set(xlabel="layers", ylabel="score at the last evaluation")
     axes.tick_params(axis="x", rotation=20)
-    _add_title(axes, rows)
-    figure.savefig(path, dpi=120)
+    return figure
 
 
-def plot_pareto(rows: Rows, front: Sequence[int], path: Path) -> None:
+def _pareto(rows: Rows, front: Sequence[int], title: str) -> Figure:
     """GS against LS; the line joins the finished trials that none beats in both."""
-    figure, (axes,) = _figure(1)
+    figure, axes = _titled(title)
     measured = [row for row in rows if row["GS"] is not None and row["LS"] is not None]
     for row in measured:
-        marker, alpha = _MARKERS[row["status"]]
-        axes.scatter([row["LS"]], [row["GS"]], marker=marker, alpha=alpha, color="C0", s=45)
+        _mark(axes, row, row["LS"], row["GS"], "C0")
         axes.annotate(str(row["number"]), (row["LS"], row["GS"]), xytext=(4, 4), textcoords="offset points", fontsize=8)
     line = sorted((row["LS"], row["GS"]) for row in measured if row["number"] in front)
     if line:
         axes.plot(*zip(*line, strict=True), color="C3", label="Pareto front", zorder=0)
         axes.legend(loc="lower left")
     axes.set(xlabel="LS: right answers to unrelated prompts", ylabel="GS: right answers to rephrasings")
-    _add_title(axes, rows)
-    figure.savefig(path, dpi=120)
+    return figure
 
 
-def plot_budget(rows: Rows, steps: int, path: Path) -> None:
+def _budget(rows: Rows, steps: int) -> Figure:
     """How far each trial came, and what it cost."""
-    figure, (left, right) = _figure(2)
+    figure, (left, right) = new_figure(2, 10, 4.2)
     numbers = [row["number"] for row in rows]
-    colours = {"finished": "C2", "stopped": "C1", "failed": "C3", "planned": "0.7"}
     for axes, key, label in ((left, "step", "steps"), (right, "seconds", "seconds")):
-        axes.barh(numbers, [row[key] for row in rows], color=[colours[row["status"]] for row in rows])
+        axes.barh(numbers, [row[key] for row in rows], color=[_COLOURS[row["status"]] for row in rows])
         axes.set(xlabel=label, ylabel="trial", yticks=numbers)
         axes.invert_yaxis()
     left.axvline(steps, color="0.5", linestyle=":")
     statuses = dict.fromkeys(row["status"] for row in rows)
-    right.legend(handles=[Patch(color=colours[status], label=status) for status in statuses], fontsize="small")
+    right.legend(handles=[Patch(color=_COLOURS[status], label=status) for status in statuses], fontsize="small")
     spent = sum(row["step"] for row in rows)
     figure.suptitle(f"{spent} of {len(rows) * steps} steps, {sum(row['seconds'] for row in rows):.0f} s", fontsize=10)
-    figure.savefig(path, dpi=120)
+    return figure
 
 
-def plot_sweep(rows: Rows, sweep: SweepConfig, front: Sequence[int], steps: int, folder: Path) -> list[Path]:
-    """Draw every picture that the sweep's parameters and trials allow; their paths."""
-    pictures: list[Path] = []
-
-    def picture(name: str) -> Path:
-        pictures.append(folder / f"{name}.png")
-        return pictures[-1]
-
-    for name, values in sweep.parameters.items():
-        if isinstance(values, Range) or all(isinstance(value, int | float) for value in values):
-            plot_parameter(rows, name, values, picture(f"score-{name}"))
-    if any(row["score"] is not None for row in rows) and sweep.layer_sets:
-        plot_layer_sets(rows, picture("layer-sets"))
-    plot_pareto(rows, front, picture("pareto"))
-    plot_budget(rows, steps, picture("budget"))
-    return pictures
+def _titled(title: str) -> tuple[Figure, Axes]:
+    figure, (axes,) = new_figure(1, 6.4, 4.2)
+    axes.set_title(title, fontsize=9)
+    return figure, axes
 
 
-def _figure(columns: int) -> tuple[Figure, Sequence[Axes]]:
-    figure = Figure(figsize=(6.4 if columns == 1 else 10, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, columns, squeeze=False)[0]
-
-
-def _add_title(axes: Axes, rows: Rows) -> None:
-    axes.set_title(f"{len(rows)} trials; ● all steps, × stopped early", fontsize=9)
+def _mark(axes: Axes, row: dict[str, Any], x: float, y: float, colour: str) -> None:
+    marker, alpha = _MARKERS[row["status"]]
+    axes.scatter([x], [y], marker=marker, alpha=alpha, color=colour, s=45)

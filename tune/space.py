@@ -116,28 +116,27 @@ def draw(sweep: SweepConfig, number: int) -> Params:
     if sweep.search == "grid":
         grid = _grid(sweep)
         return dict(zip(grid, next(itertools.islice(itertools.product(*grid.values()), number, None)), strict=True))
-    fractions = _range_fractions(sweep, number)
-    return {
-        name: _range_value(name, values, fractions[name])
-        if isinstance(values, Range)
-        else _balanced_choice(sweep, name, values, number)
-        for name, values in sweep.space.items()
-    }
-
-
-def _grid(sweep: SweepConfig) -> dict[str, Choices]:
-    return {name: values for name, values in sweep.space.items() if isinstance(values, list)}
-
-
-def _range_fractions(sweep: SweepConfig, number: int) -> dict[str, float]:
-    """For each range a fraction from 0 to 1, from a random start in steps of an irrational length (Roberts' sequence):
-    few trials are spread over the ranges as evenly as many."""
     ranges = [name for name, values in sweep.space.items() if isinstance(values, Range)]
     root = 2.0
     for _ in range(64):
         root = (1 + root) ** (1 / (len(ranges) + 1))
-    starts = {name: random.Random(f"start/{sweep.seed}/{name}").random() for name in ranges}
-    return {name: (starts[name] + (number + 1) * root**-power) % 1 for power, name in enumerate(ranges, start=1)}
+    params: Params = {}
+    for name, values in sweep.space.items():
+        if isinstance(values, Range):
+            # From a random start in steps of an irrational length (Roberts' sequence): few trials are spread over the
+            # ranges as evenly as many.
+            start = random.Random(f"start/{sweep.seed}/{name}").random()
+            fraction = (start + (number + 1) * root ** -(1 + ranges.index(name))) % 1
+            params[name] = _range_value(name, values, fraction)
+        else:  # in shuffled rounds: few trials try every choice equally often
+            order = list(values)
+            random.Random(f"round/{sweep.seed}/{name}/{number // len(order)}").shuffle(order)
+            params[name] = order[number % len(order)]
+    return params
+
+
+def _grid(sweep: SweepConfig) -> dict[str, Choices]:
+    return {name: values for name, values in sweep.space.items() if isinstance(values, list)}
 
 
 def _range_value(name: str, values: Range, fraction: float) -> float:
@@ -147,10 +146,3 @@ def _range_value(name: str, values: Range, fraction: float) -> float:
         value = values.low + fraction * (values.high - values.low)
     value = min(max(value, values.low), values.high)
     return round(value) if is_integer(name) else value
-
-
-def _balanced_choice(sweep: SweepConfig, name: str, values: Choices, number: int) -> Any:
-    """A choice in shuffled rounds: few trials try every choice equally often."""
-    order = list(values)
-    random.Random(f"round/{sweep.seed}/{name}/{number // len(order)}").shuffle(order)
-    return order[number % len(order)]

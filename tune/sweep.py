@@ -12,6 +12,7 @@ import shutil
 import signal
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from malmen.platform.tracking.tracker import Tracker, tracking_uri
 from malmen.runs.files import exclusive_folder
 from malmen.training import check_enough
 from malmen.tune.champion import Champion, crown
-from malmen.tune.follow import Follower, SweepListener, end_tracking_run
+from malmen.tune.follow import Follower, ProgressListener, end_tracking_run
 from malmen.tune.report import write_report
 from malmen.tune.search import SweepSearch
 from malmen.tune.settings import SweepConfig
@@ -59,24 +60,20 @@ def sweep(
     out: str | Path,
     *,
     address: str | None = None,
-    listener: SweepListener | None = None,
+    listener: ProgressListener | None = None,
 ) -> SweepResult:
     """Try a space; an unfinished sweep of the same config and space in `out` is resumed."""
+    start, listener = time.perf_counter(), listener or ProgressListener()
     config, grace = with_evaluations(config if in_ray_job() else absolute_paths(config), space)
     check_space(config, space, load_skeleton(config.model)[0])
     data = data_fingerprint(config)
     check_enough(validation_records(config), config.training.eval_edits or 1)
-    folder = SweepFolder(_sweep_path(config, out))
-    with exclusive_folder(folder.path):
-        return _sweep(config, space, grace, data, folder, address, listener or SweepListener())
-
-
-def _sweep(
-    config: Config, space: SweepConfig, grace: int, data: str, folder: SweepFolder, address: str | None,
-    listener: SweepListener,
-) -> SweepResult:  # fmt: skip
-    start = time.perf_counter()
-    with connected(address, config.cluster) as own:
+    if "://" in str(out):
+        raise UsageError(f"a sweep writes to a folder, on a cluster to a shared one; given {str(out)!r}")
+    if in_ray_job():
+        check_lasting(config, out)
+    folder = SweepFolder(Path(out).absolute())
+    with exclusive_folder(folder.path), connected(address, config.cluster) as own:
         roles = size_roles(config.cluster, config.model, own=own)
         config = _for_trials(config, folder, roles)
         facts = folder.begin(config, space, data)
@@ -92,17 +89,12 @@ def _sweep(
             write_report(folder)  # also where no trial finishes
             champion = crown(config, space, folder, facts, tracker.run_id, listener)
             report = write_report(folder)
-            _log(tracker, folder, champion, report)
-    shutil.rmtree(folder.cache, ignore_errors=True)
-    return SweepResult(folder.path, folder.trials(), champion, report, time.perf_counter() - start, facts["mlflow_run"])
-
-
-def _sweep_path(config: Config, out: str | Path) -> Path:
-    if "://" in str(out):
-        raise UsageError(f"a sweep writes to a folder, on a cluster to a shared one; given {str(out)!r}")
-    if in_ray_job():
-        check_lasting(config, out)
-    return Path(out).absolute()
+            trials = folder.trials()
+            counts = Counter(f"trials/{trial.status}" for trial in trials)
+            tracker.log(0, {**counts, "best/score": champion.score, "best/trial": champion.number})
+            tracker.log_artifacts(report.parent, "report")
+        shutil.rmtree(folder.cache, ignore_errors=True)
+    return SweepResult(folder.path, trials, champion, report, time.perf_counter() - start, facts["mlflow_run"])
 
 
 def _for_trials(config: Config, folder: SweepFolder, roles: Roles) -> Config:
@@ -121,7 +113,7 @@ def _for_trials(config: Config, folder: SweepFolder, roles: Roles) -> Config:
 
 def _run_trials(
     config: Config, space: SweepConfig, folder: SweepFolder, grace: int, room: int, tracker: Tracker,
-    listener: SweepListener,
+    listener: ProgressListener,
 ) -> None:  # fmt: skip
     total = number_of_trials(space)
     ended = _ended(folder, total)
@@ -130,7 +122,8 @@ def _run_trials(
     if len(ended) == total:  # the sweep was killed after its trials
         return
     concurrent = min(total, space.concurrent or room)
-    listener.begun(total, concurrent)
+    listener.progress(0, total)
+    listener.event(f"{total} trials, {concurrent} at a time")
     if concurrent > room:
         listener.event(
             f"the cluster has room for {room} trials at a time now: the others wait, for cluster.wait_seconds at most"
@@ -153,7 +146,7 @@ def _run_trials(
         run_config=tune.RunConfig(
             name=f"sweep-{os.getpid()}-{time.time_ns()}",  # Ray Tune's own notes; nothing resumes from them
             storage_path=str(folder.path / ".ray_tune"),
-            callbacks=[Follower(folder, config, listener)],
+            callbacks=[Follower(folder, config, listener, total)],
             # A lost process of a trial is started again, and resumes its run from the last checkpoint.
             failure_config=tune.FailureConfig(max_failures=config.cluster.max_failures),
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # the runs have their own
@@ -199,14 +192,6 @@ class _Asha(AsyncHyperBandScheduler):
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
         decision = super().on_trial_result(tune_controller, trial, result)
         return str(TrialScheduler.CONTINUE if result["replayed"] else decision)
-
-
-def _log(tracker: Tracker, folder: SweepFolder, champion: Champion, report: Path) -> None:
-    """Log the result and the report to the sweep's own MLflow run."""
-    statuses = [trial.status for trial in folder.trials()]
-    metrics: dict[str, Any] = {f"trials/{name}": float(statuses.count(name)) for name in set(statuses)}  # type: ignore[arg-type]
-    tracker.log(0, {**metrics, "best/score": champion.score, "best/trial": float(champion.number)})
-    tracker.log_artifacts(report.parent, "report")
 
 
 if __name__ == "__main__":

@@ -30,8 +30,7 @@ from malmen.runs.checkpoint import load_editor
 from malmen.runs.checkpoint_lookup import read_state
 from malmen.runs.files import atomic_file
 from malmen.training import check_enough, train
-from malmen.tune.experiments.cells import Cell, Cells, Group
-from malmen.tune.experiments.folder import check_base_model
+from malmen.tune.experiments.cells import Cell, Cells, Group, check_base_model
 from malmen.tune.experiments.settings import ExperimentConfig
 
 _FAILURES = {"edit": "the edit", "equivalent": "the rephrasing", "unrelated": "an unrelated answer"}  # by kind of fact

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from malmen.tune.experiments.cells import Cell, Cells, code_version, groups_of, source_hash
-from malmen.tune.experiments.folder import begin_folder
+from malmen.tune.experiments.cells import Cell, Cells, begin_folder, code_version, groups_of, source_hash
 from malmen.tune.experiments.report import write_report
 from malmen.tune.experiments.settings import ExperimentConfig, base_config
 from malmen.tune.experiments.variants import method_variant

@@ -10,7 +10,7 @@ import pytest
 from tiny_models import tiny_lm
 
 from malmen.errors import EditError, UsageError
-from malmen.tune.experiments.folder import begin_folder, check_base_model
+from malmen.tune.experiments.cells import begin_folder, check_base_model
 from malmen.tune.experiments.runner import run_experiments
 from malmen.tune.experiments.settings import ExperimentConfig, base_config
 
