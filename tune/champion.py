@@ -58,19 +58,23 @@ def crown(
         config = config.model_copy(update={"training": training})
         run = folder.path / f"champion-{best.number:04d}-{sweep.retrain_steps}"
         _train_again(config, run, parent, listener)
-    checkpoint = Path(latest_checkpoint(run))
+    checkpoint = latest_checkpoint(run)
     state = read_state(checkpoint)
-    version = _register(config, sweep.alias, checkpoint, run_facts(run).get("mlflow_run"), parent)
-    champion = Champion(
-        best.number,
-        best.params,
-        score(state["scores"], sweep.score) or 0.0,
-        state["scores"],
-        state["step"],
-        str(run),
-        f"models:/{registered_name(config)}@{sweep.alias}" if version else None,
-        version,
-    )
+    scores: dict[str, Any] = state["scores"]
+    uri = version = None
+    if config.tracking.uri is not None and parent is not None:
+        with clear_errors(config.tracking.uri):
+            client, name = connect(config.tracking.uri), registered_name(config)
+            run_id = run_facts(run).get("mlflow_run")
+            if run_id is None or not run_exists(client, run_id):
+                run_id = parent  # its own is in another store, because the sweep was resumed with a new one
+            about = describe_checkpoint(checkpoint, config)
+            # The same version each time: a checkpoint of a run is registered once.
+            version = register_editor(client, run_id, name, checkpoint, *about).version
+            client.set_registered_model_alias(name, sweep.alias, version)
+        uri = f"models:/{name}@{sweep.alias}"
+    value = score(scores, sweep.score) or 0.0
+    champion = Champion(best.number, best.params, value, scores, state["step"], str(run), uri, version)
     facts["champion"] = asdict(champion)
     folder.save(base, sweep, facts)
     return champion
@@ -78,26 +82,7 @@ def crown(
 
 def _train_again(config: Config, run: Path, parent: str | None, listener: ProgressListener) -> None:
     """Train into `run`, or resume it; a finished run is left as it is."""
-    done = int(read_state(latest_checkpoint(run))["step"]) if list(run.glob("checkpoint-*")) else 0
+    done = read_state(run)["step"] if list(run.glob("checkpoint-*")) else 0
     unfinished = not run_facts(run).get("finished", True)  # its last step may be saved and not measured yet
     if done < config.training.steps or unfinished:
         train(config, run, parent=parent, register=False, listener=Listener(event=listener.event))
-
-
-def _register(config: Config, alias: str, checkpoint: Path, run_id: str | None, parent: str | None) -> str | None:
-    """Register the checkpoint under the alias; its version in the registry, the same one each time.
-
-    A trial whose run is in another store, because the sweep was resumed with a new one, is registered under the
-    sweep's own run.
-    """
-    if not config.tracking.enabled or parent is None:
-        return None
-    uri = config.tracking.uri
-    assert uri is not None
-    with clear_errors(uri):
-        client, name = connect(uri), registered_name(config)
-        if run_id is None or not run_exists(client, run_id):
-            run_id = parent
-        version = register_editor(client, run_id, name, checkpoint, *describe_checkpoint(checkpoint, config)).version
-        client.set_registered_model_alias(name, alias, version)
-    return version

@@ -94,10 +94,9 @@ def end_tracking_run(config: Config, folder: SweepFolder, record: TrialRecord) -
 
     A trial that failed before its training had a run gets one here, so that MLflow has every trial.
     """
-    if not config.tracking.enabled:
-        return
     uri, run = config.tracking.uri, record.tracking_run
-    assert uri is not None
+    if uri is None:  # the sweep is not tracked
+        return
     try:
         client = connect(uri)
         if run is None:

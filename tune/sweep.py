@@ -35,9 +35,8 @@ from malmen.training import check_enough
 from malmen.tune.champion import Champion, crown
 from malmen.tune.follow import Follower, ProgressListener, end_tracking_run
 from malmen.tune.report import write_report
-from malmen.tune.search import SweepSearch
 from malmen.tune.settings import SweepConfig
-from malmen.tune.space import check_space, number_of_trials, with_evaluations
+from malmen.tune.space import SweepSearch, check_space, number_of_trials, with_evaluations
 from malmen.tune.sweep_folder import SweepFolder, TrialRecord
 from malmen.tune.trial import SweepTrial
 
@@ -100,8 +99,8 @@ def sweep(
 def _for_trials(config: Config, folder: SweepFolder, roles: Roles) -> Config:
     """The config that all trials share: one MLflow store, one cache, and the resources of the roles."""
     raw = config.model_dump(mode="json")
-    uri = tracking_uri(config.tracking, str(folder.path)) if config.tracking.enabled else None
-    raw["tracking"]["uri"] = absolute(uri) if uri else None
+    tracked = config.tracking.enabled
+    raw["tracking"]["uri"] = absolute(tracking_uri(config.tracking, str(folder.path))) if tracked else None
     raw["batch"]["cache_dir"] = config.batch.cache_dir or str(folder.cache)
     raw["cluster"] |= {
         "overlap": roles.overlap,

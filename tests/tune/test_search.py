@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from ray.tune.search import Searcher
 
-from malmen.tune.search import SweepSearch
 from malmen.tune.settings import SweepConfig, parse_sweep
+from malmen.tune.space import SweepSearch
 from malmen.tune.sweep_folder import Judgement, SweepFolder
 
 COEF = "training.locality_coef"

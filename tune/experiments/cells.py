@@ -69,7 +69,7 @@ class Group:
         return self.variant.run_name(self.seed) if self.variant.trained else None
 
     def __str__(self) -> str:
-        return f"{self.variant.label()}, seed {self.seed}"
+        return f"{self.variant.label}, seed {self.seed}"
 
 
 class Cells:
@@ -156,28 +156,23 @@ def begin_folder(folder: Path, settings: ExperimentConfig, config: Config) -> No
     }
     path = folder / ABOUT
     if path.exists():
-        about["experiment"]["recipes"] = _check_same(folder, about, settings)
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        experiment = ExperimentConfig.model_validate(earlier["experiment"])  # settings that are new since have defaults
+        before = flatten({
+            **about, **earlier,
+            "experiment": experiment.model_dump(mode="json"),
+            "config": parse_config(earlier["config"], ABOUT).model_dump(mode="json"),
+        })  # fmt: skip
+        now, recipes = flatten(about), {**experiment.recipes, **settings.recipes}
+        changed = [key for key, value in now.items() if before.get(key) != value and not key.startswith(_FREE)]
+        changed += [f"recipe {name}" for name, recipe in experiment.recipes.items() if recipes[name] != recipe]
+        if changed:
+            raise UsageError(f"{folder} holds experiments with another {', '.join(changed)}; choose another --out")
+        about["experiment"]["recipes"] = recipes  # those of the folder too
     elif folder.exists() and any(not path.name.startswith(".writing-") for path in folder.iterdir()):
         raise UsageError(f"{folder} holds something else: choose another --out")
     folder.mkdir(parents=True, exist_ok=True)
     atomic_file(path, json.dumps(about, indent=1) + "\n")
-
-
-def _check_same(folder: Path, about: dict[str, Any], settings: ExperimentConfig) -> dict[str, dict[str, Any]]:
-    """All recipes of the folder and of these settings; UsageError if anything else differs."""
-    earlier = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
-    experiment = ExperimentConfig.model_validate(earlier["experiment"])  # settings that are new since have defaults
-    before = flatten({
-        **about, **earlier,
-        "experiment": experiment.model_dump(mode="json"),
-        "config": parse_config(earlier["config"], ABOUT).model_dump(mode="json"),
-    })  # fmt: skip
-    changed = [key for key, value in flatten(about).items() if before.get(key) != value and not key.startswith(_FREE)]
-    recipes = {**experiment.recipes, **settings.recipes}
-    changed += [f"recipe {name}" for name, recipe in experiment.recipes.items() if recipes[name] != recipe]
-    if changed:
-        raise UsageError(f"{folder} holds experiments with another {', '.join(changed)}; choose another --out")
-    return recipes
 
 
 def _corpus_hash(config: Config) -> str | None:

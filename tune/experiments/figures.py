@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from malmen.methods.registry import METHODS, Method
 from malmen.metrics import METRICS
 from malmen.tune.experiments.memory import WAYS
-from malmen.tune.plots import new_figure
+from malmen.tune.report import new_figure
 
 _FACTS = {"edit": "edits", "equivalent": "rephrasings", "unrelated": "unrelated"}
 PANELS = {metric.name: f"{metric.label}: {_FACTS[metric.kind]}, right tokens (%)" for metric in METRICS}
@@ -31,18 +31,15 @@ def draw(result: dict[str, Any], folder: Path) -> list[Path]:
     kind = result["experiment"]
     if kind not in _MAKERS or not result["rows"]:
         return []
-    figure = _MAKERS[kind](result)
+    figure, title = _MAKERS[kind](result)
+    seeds = ", ".join(map(str, result["seeds"]))
+    what = "mean ± standard deviation over seeds" if len(result["seeds"]) > 1 else "seed"
+    between = "\n" if len(figure.axes) == 1 else " · "  # one panel is narrow
+    figure.suptitle(f"{title} · {result['model']}{between}{what} {seeds}", fontsize=9)
     paths = [folder / f"{kind}.{suffix}" for suffix in ("png", "svg")]
     for path in paths:
         figure.savefig(path, dpi=120)
     return paths
-
-
-def _title(figure: Figure, result: dict[str, Any], text: str) -> None:
-    seeds = ", ".join(map(str, result["seeds"]))
-    what = "mean ± standard deviation over seeds" if len(result["seeds"]) > 1 else "seed"
-    between = "\n" if len(figure.axes) == 1 else " · "  # one panel is narrow
-    figure.suptitle(f"{text} · {result['model']}{between}{what} {seeds}", fontsize=9)
 
 
 def _variant_bands(axes: Axes, rows: Sequence[dict[str, Any]], name: str, scale: float = 1) -> None:
@@ -74,7 +71,7 @@ def _over_edits(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
     axes.grid(alpha=0.3)
 
 
-def _scaling(result: dict[str, Any]) -> Figure:
+def _scaling(result: dict[str, Any]) -> tuple[Figure, str]:
     figure, panels = new_figure(len(PANELS), 3.6 * len(PANELS) + 1, 3.4)
     rows = result["rows"]
     for axes, (name, label) in zip(panels, PANELS.items(), strict=True):
@@ -84,11 +81,10 @@ def _scaling(result: dict[str, Any]) -> Figure:
         _over_edits(axes, rows)
         axes.set(ylim=(0, 103), ylabel=label)
     panels[0].legend(fontsize=7)
-    _title(figure, result, "Right answers over the number of edits")
-    return figure
+    return figure, "Right answers over the number of edits"
 
 
-def _bars(result: dict[str, Any]) -> Figure:
+def _bars(result: dict[str, Any]) -> tuple[Figure, str]:
     """The variants at the largest number of edits, where they differ most; the others are in the table."""
     most = max(row["edits"] for row in result["rows"])
     rows = [row for row in result["rows"] if row["edits"] == most]
@@ -112,21 +108,19 @@ def _bars(result: dict[str, Any]) -> Figure:
         axes.invert_yaxis()
         axes.set(xlim=(0, 103), xlabel=text)
         axes.grid(alpha=0.3, axis="x")
-    _title(figure, result, _BAR_TITLES[result["experiment"]].format(most))
-    return figure
+    return figure, _BAR_TITLES[result["experiment"]].format(most)
 
 
-def _cancellation(result: dict[str, Any]) -> Figure:
+def _cancellation(result: dict[str, Any]) -> tuple[Figure, str]:
     figure, (axes,) = new_figure(1, 5.6, 3.4)
     _variant_bands(axes, result["rows"], "mean_residual")
     _over_edits(axes, result["rows"])
     axes.set(yscale="log", ylabel="mean residual MR (no unit)")
     axes.legend(fontsize=8)
-    _title(figure, result, "Cancellation")
-    return figure
+    return figure, "Cancellation"
 
 
-def _memory(result: dict[str, Any]) -> Figure:
+def _memory(result: dict[str, Any]) -> tuple[Figure, str]:
     figure, (axes,) = new_figure(1, 5.6, 3.4)
     for place, (way, label) in enumerate(WAYS.items()):
         rows = [row for row in result["rows"] if row["way"] == way]
@@ -139,11 +133,10 @@ def _memory(result: dict[str, Any]) -> Figure:
     axes.set_ylim(bottom=0)
     axes.set_ylabel("peak memory of the process (MB)")
     axes.legend(fontsize=8)
-    _title(figure, result, "One meta-training step, one process each")
-    return figure
+    return figure, "One meta-training step, one process each"
 
 
-_MAKERS: dict[str, Callable[[dict[str, Any]], Figure]] = {
+_MAKERS: dict[str, Callable[[dict[str, Any]], tuple[Figure, str]]] = {
     "scaling": _scaling,
     "cancellation": _cancellation,
     "memory": _memory,

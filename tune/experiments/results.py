@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -62,26 +63,24 @@ def spread(values: Sequence[float | None]) -> dict[str, Any] | None:
 
 
 def _result(kind: str, settings: ExperimentConfig, config: Config, store: Cells) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = []
     if kind == "memory":
-        return _memory(settings, store)
-    if kind == "failures":
-        return _failures(settings, store)
-    rows = []
+        measured = [row for row in store.memory() if row.get("seed") in settings.seeds]
+        for way, edits in itertools.product(WAYS, sorted(settings.memory_edits)):
+            if same := [row for row in measured if (row["way"], row["edits"]) == (way, edits)]:
+                rows.append({"way": way, "edits": edits, **memory_summary(same)})
+        return {"rows": rows, "limit_gb": settings.memory_gb}
+    if kind == "failures":  # of the first seed, at the largest number of edits
+        most = max(settings.edits)
+        for name in settings.methods:
+            failures = store.get(Cell(name, settings.seeds[0], most)).get("failures", [])
+            rows += [{"variant": name, "label": METHODS[name].label, **failure} for failure in failures]
+        return {"edits": most, "rows": rows}
     for row in rows_of(kind, settings, config):
-        about = {"variant": row.variant.name, "label": row.variant.label(), "edits": row.edits}
+        about = {"variant": row.variant.name, "label": row.variant.label, "edits": row.edits}
         in_rounds = {"rounds": row.rounds, "way": row.way} if kind == "rounds" else {}
         rows.append({**about, **summary([store.get(Cell.of(row, seed)) for seed in settings.seeds]), **in_rounds})
     return {"rows": rows, **({"recipes": settings.recipes} if kind == "recipes" else {})}
-
-
-def _memory(settings: ExperimentConfig, store: Cells) -> dict[str, Any]:
-    measured = [row for row in store.memory() if row.get("seed") in settings.seeds]
-    rows = []
-    for way in WAYS:
-        for edits in sorted(settings.memory_edits):
-            if same := [row for row in measured if (row["way"], row["edits"]) == (way, edits)]:
-                rows.append({"way": way, "edits": edits, **memory_summary(same)})
-    return {"rows": rows, "limit_gb": settings.memory_gb}
 
 
 def memory_summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -93,14 +92,3 @@ def memory_summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "peak_mb": spread([row["peak_mb"] for row in rows]),
         "added_mb": spread([row["peak_mb"] - row["before_mb"] for row in rows]),  # by the step
     }
-
-
-def _failures(settings: ExperimentConfig, store: Cells) -> dict[str, Any]:
-    """The failures of the first seed, at the largest number of edits."""
-    most = max(settings.edits)
-    rows = [
-        {"variant": name, "label": METHODS[name].label, **row}
-        for name in settings.methods
-        for row in store.get(Cell(name, settings.seeds[0], most)).get("failures", [])
-    ]
-    return {"edits": most, "rows": rows}

@@ -72,13 +72,15 @@ def _run_groups(
     if not queue:
         return losses
     with connected(address, config.cluster):
-        gpus = _task_gpus(settings)
-        task = ray.remote(num_cpus=settings.cpus, num_gpus=gpus, max_retries=2)(do_cells)
+        task = ray.remote(num_cpus=settings.cpus, num_gpus=_task_gpus(settings), max_retries=2)(do_cells)
         running: dict[Any, Group] = {}
         while queue or running:
-            for group in _startable(queue, list(running.values())):
-                queue.remove(group)
-                running[task.remote(group, settings, store.folder)] = group
+            busy = {group.editor for group in running.values()}
+            for group in list(queue):
+                if group.editor is None or group.editor not in busy:  # of two that share an editor, the second waits
+                    busy.add(group.editor)
+                    queue.remove(group)
+                    running[task.remote(group, settings, store.folder)] = group
             ended, _ = ray.wait(list(running), num_returns=1, timeout=2)
             for reference in ended:
                 group = running.pop(reference)
@@ -102,18 +104,6 @@ def _task_gpus(settings: ExperimentConfig) -> float:
         capacities = "; ".join(f"{node.get('CPU', 0):g} CPU and {node.get('GPU', 0):g} GPU" for node in nodes)
         raise EditError(f"each task asks for {settings.cpus:g} CPU and {gpus:g} GPU; the nodes have {capacities}")
     return gpus
-
-
-def _startable(queue: Sequence[Group], running: Sequence[Group]) -> list[Group]:
-    """The groups whose editor no other group is training: of two that share an editor, the second waits."""
-    busy = {group.editor for group in running if group.editor}
-    startable = []
-    for group in queue:
-        if group.editor not in busy:
-            startable.append(group)
-        if group.editor:
-            busy.add(group.editor)
-    return startable
 
 
 def _run_memory(settings: ExperimentConfig, config: Config, store: Cells, listener: ProgressListener) -> None:
