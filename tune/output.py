@@ -32,11 +32,12 @@ def show_sweep(results: dict[str, Any], as_json: bool) -> None:
         print_json(results)
         return
     out.print(_table(results))
-    lines = [f"Report: {results['report']}"]
+    lines = []
     if champion := results["champion"]:
         version = f", registered as {champion['uri']} (version {champion['version']})" if champion["uri"] else ""
         score = f"score {champion['score']:.3f} after {champion['steps']} steps"
-        lines.insert(0, f"Best: trial {champion['number']}, {score}{version}")
+        lines.append(f"Best: trial {champion['number']}, {score}{version}")
+    lines.append(f"Report: {results['report']}")
     if results["tracking_uri"]:
         lines.append(f"Compare the trials: mlflow ui --backend-store-uri {results['tracking_uri']}")
     out.print("\n".join(lines), highlight=False, soft_wrap=True)

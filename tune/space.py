@@ -114,8 +114,7 @@ class SweepSearch(Searcher):
         """Tell Optuna the score of a trial that has ended, or that it failed."""
         number = self._numbers.pop(trial_id, None)
         if self._optuna and number is not None:
-            failed = error or not result or result.get("failed")
-            self._optuna.tell(number, None if failed else result["score"])  # type: ignore[index]
+            self._optuna.tell(number, None if error or not result or result.get("failed") else result["score"])
 
     def save(self, checkpoint_path: str) -> None:
         """Nothing: the trials' records hold the state."""
@@ -219,6 +218,5 @@ def _grid(sweep: SweepConfig) -> dict[str, Choices]:
 def _range_value(name: str, values: Range, fraction: float) -> float:
     low, high = (math.log(values.low), math.log(values.high)) if values.log else (values.low, values.high)
     value = low + fraction * (high - low)
-    value = math.exp(value) if values.log else value
-    value = min(max(value, values.low), values.high)
+    value = min(max(math.exp(value) if values.log else value, values.low), values.high)
     return round(value) if is_integer(name) else value

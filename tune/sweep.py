@@ -131,13 +131,18 @@ def _run_trials(
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the new one prints to standard output even with verbose=0
     here = f"node:{ray.util.get_node_ip_address()}"  # the driver's records are files of this node
     trainable = tune.with_parameters(SweepTrial, sweep_folder=str(folder.path), parent=tracker.run_id)
+    scheduler: TrialScheduler = FIFOScheduler()
+    if space.early_stopping == "asha":
+        scheduler = _Asha(
+            time_attr="step", grace_period=grace, max_t=config.training.steps, reduction_factor=space.reduction_factor
+        )
     tuner = tune.Tuner(
         tune.with_resources(trainable, tune.PlacementGroupFactory([{here: 0.001}])),
         tune_config=tune.TuneConfig(
             metric="score",
             mode="max",
             search_alg=SweepSearch(folder, space),
-            scheduler=_scheduler(config, space, grace),
+            scheduler=scheduler,
             num_samples=total,
             max_concurrent_trials=concurrent,
             reuse_actors=True,  # a trial's process takes seconds to import what it needs
@@ -162,27 +167,18 @@ def _run_trials(
 
 def _fit(tuner: tune.Tuner) -> None:
     """Ray Tune replaces the handler of Ctrl-C and leaves its own behind."""
-    main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT)
     try:
         tuner.fit()
     except TuneError as error:
         raise EditError(f"the sweep was interrupted: {last_line(error)}; the same command resumes it") from error
     finally:
-        if main:
+        if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, before)
 
 
 def _ended(folder: SweepFolder, total: int) -> list[TrialRecord]:
     return [trial for trial in folder.trials()[:total] if trial.ended]
-
-
-def _scheduler(config: Config, space: SweepConfig, grace: int) -> TrialScheduler:
-    if space.early_stopping == "none":
-        return FIFOScheduler()
-    return _Asha(
-        time_attr="step", grace_period=grace, max_t=config.training.steps, reduction_factor=space.reduction_factor
-    )
 
 
 class _Asha(AsyncHyperBandScheduler):

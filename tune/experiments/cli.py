@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,42 +47,35 @@ def _add_command(name: str) -> None:
         from malmen.tune.experiments.settings import KINDS, load_experiment
 
         settings = load_experiment(preset, overrides or [])  # wrong usage fails before the slow imports
-        kinds = KINDS if name == "report" else (name,)
+        kinds: tuple[str, ...] = KINDS if name == "report" else (name,)
         if not settings.recipes:
             if name == "recipes":
                 raise UsageError("no recipes to compare: name a preset that has recipes, or set experiment.recipes")
             kinds = tuple(kind for kind in kinds if kind != "recipes")
+        from malmen.tune.experiments.findings import findings
+        from malmen.tune.experiments.report import write_report
         from malmen.tune.experiments.runner import run_experiments
         from malmen.tune.output import progress
 
-        def run() -> list[Path]:
+        began = time.perf_counter()
+        try:
             with progress("measurements") as listener:
-                return run_experiments(settings, kinds, out, address=address, listener=listener)
-
+                written = run_experiments(settings, kinds, out, address=address, listener=listener)
+        except EditError as error:
+            if name != "report" or isinstance(error, UsageError) or not (out / "results").is_dir():
+                raise
+            page = write_report(out.absolute())
+            raise EditError(f"{error}; the report of what was measured is {page}") from error
         if name == "report":
-            _show(_report(run, out.absolute()), as_json)
+            page, seconds = write_report(out.absolute()), round(time.perf_counter() - began, 1)
+            results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in written}
+            checks = [{"expected": text, "holds": held} for text, held in findings(results)]
+            summary: dict[str, Any] = {"report": str(page), "seconds": seconds, "findings": checks}
         else:
-            (path,) = run()
+            (path,) = written
             picture = path.with_suffix(".png")
-            _show({"results": str(path), **({"picture": str(picture)} if picture.exists() else {})}, as_json)
-
-
-def _report(run: Callable[[], list[Path]], out: Path) -> dict[str, Any]:
-    """Run all experiments and write the page, also where some of them fail."""
-    from malmen.tune.experiments.findings import findings
-    from malmen.tune.experiments.report import write_report
-
-    began = time.perf_counter()
-    try:
-        written = run()
-    except EditError as error:
-        if isinstance(error, UsageError) or not (out / "results").is_dir():
-            raise
-        raise EditError(f"{error}; the report of what was measured is {write_report(out)}") from error
-    page = write_report(out)
-    results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in written}
-    checks = [{"expected": text, "holds": held} for text, held in findings(results)]
-    return {"report": str(page), "seconds": round(time.perf_counter() - began, 1), "findings": checks}
+            summary = {"results": str(path), **({"picture": str(picture)} if picture.exists() else {})}
+        _show(summary, as_json)
 
 
 def _show(summary: dict[str, Any], as_json: bool) -> None:

@@ -17,11 +17,8 @@ _SAME_SCORE = 0.005  # largest difference of scores that count as the same
 
 def findings(results: Mapping[str, Any]) -> list[tuple[str, bool]]:
     """Sentences with numbers, each true or false by the numbers."""
-    rows: list[tuple[str, bool]] = []
-    for kind, check in (("scaling", _ahead), ("cancellation", _residuals), ("rounds", _union), ("memory", _flat)):
-        if kind in results:
-            rows += check(results[kind]["rows"])
-    return rows
+    checks = {"scaling": _ahead, "cancellation": _residuals, "rounds": _union, "memory": _flat}
+    return [found for kind, check in checks.items() if kind in results for found in check(results[kind]["rows"])]
 
 
 def _mean(rows: list[dict[str, Any]], name: str, **wanted: Any) -> float | None:
@@ -78,10 +75,8 @@ def _flat(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
     mine, graph = ([row for row in rows if row["way"] == way] for way in WAYS)
     if len(mine) < 2 or len(graph) < 2:
         return []
-    text = (
-        f"from {mine[0]['edits']} to {mine[-1]['edits']} edits the memory of the decomposed step grows by less than "
-        "a tenth of one graph's"
-    )
+    growth = f"from {mine[0]['edits']} to {mine[-1]['edits']} edits"
+    text = f"{growth} the memory of the decomposed step grows by less than a tenth of one graph's"
     if any("peak_mb" not in row for row in (*mine, graph[0])):
         return [(f"{text}: at least one of them failed", False)]
     few, many = (row["added_mb"]["mean"] for row in (mine[0], mine[-1]))

@@ -84,12 +84,11 @@ def _peak_mb() -> float:
 
 def _main() -> None:
     request = json.load(sys.stdin)
-    size = int(request["limit_gb"] * 2**30)
     import torch  # before the limit: its libraries take address space that is no memory
 
     torch.set_num_threads(1)
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
-    room = pages * resource.getpagesize() + size
+    room = pages * resource.getpagesize() + int(request["limit_gb"] * 2**30)
     resource.setrlimit(resource.RLIMIT_AS, (room, room))
     print(json.dumps(_step(parse_config(request["config"], "the config"), request["way"])))
 

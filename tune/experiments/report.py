@@ -36,11 +36,10 @@ RESIDUAL_COLUMNS = {"mean_residual": "MR", **_LABELS, "locality_agreement": "agr
 def write_report(folder: Path) -> Path:
     """The page of a folder of experiments, from its JSON files alone; returns its path."""
     files = {kind: path for kind in KINDS if (path := folder / "results" / f"{kind}.json").exists()}
-    pictures = {kind: path.with_suffix(".svg") for kind, path in files.items()}
     page = render(
         {kind: json.loads(path.read_text(encoding="utf-8")) for kind, path in files.items()},
         json.loads((folder / ABOUT).read_text(encoding="utf-8")),
-        {kind: path.read_bytes() for kind, path in pictures.items() if path.exists()},
+        {kind: picture.read_bytes() for kind, path in files.items() if (picture := path.with_suffix(".svg")).exists()},
         sorted(Cells(folder).codes()),
     )
     atomic_file(folder / REPORT, page)

@@ -91,8 +91,7 @@ def rows_of(kind: str, settings: ExperimentConfig, config: Config) -> list[Row]:
     """The rows of an experiment, in the order of its table; none for `memory`, which evaluates no edit."""
     malmen, number = method_variant("malmen", config), settings.ablation_edits
     if kind in ("scaling", "failures"):
-        variants = [method_variant(name, config) for name in settings.methods]
-        return [Row(variant, edits) for variant in variants for edits in settings.edits]
+        return [Row(method_variant(name, config), edits) for name in settings.methods for edits in settings.edits]
     if kind == "cancellation":
         return [Row(variant, edits) for variant in cancelling(config) for edits in settings.edits]
     if kind == "ablation":

@@ -131,7 +131,7 @@ def _failures(evaluation: Evaluation, number: int) -> list[dict[str, Any]]:
     for kind, what in _FAILURES.items():
         wrong = [fact for fact in evaluation.facts if fact.role == kind and not fact.right_after]
         for fact in [fact for fact in wrong if kind != "unrelated" or fact.right_before][:number]:
-            about = {"what": what, "prompt": fact.prompt, "answer": fact.answer}
+            about: dict[str, Any] = {"what": what, "prompt": fact.prompt, "answer": fact.answer}
             if fact.before is not None and fact.after is not None:
                 rows.append({**about, "before": fact.before, "after": fact.after})
             else:
