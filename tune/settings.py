@@ -74,7 +74,7 @@ class SweepConfig(Section):
     )
     trial_seconds: float = Field(default=86400, gt=0, description="seconds after which a trial fails")
     retrain_steps: int | None = Field(
-        default=None, gt=0, description="of another training of the best trial's config; default: its own is used"
+        default=None, gt=0, description="steps of training the best trial's config again; default: its editor is used"
     )
     alias: str = Field(default="champion", pattern=r"^[\w.-]+$", description="of the best editor in the registry")
     layer_sets: dict[str, LayerSet] = Field(default={}, description="by name; a rule or a list stands for itself")

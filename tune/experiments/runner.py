@@ -130,4 +130,5 @@ def _log(tracker: Tracker, cells: Sequence[Cell], store: Cells) -> None:
         way = "" if cell.rounds == 1 else f"/{cell.rounds} rounds {cell.way}"
         scores = store.get(cell).get("scores", {})
         numbers = {name: float(value) for name, value in scores.items() if isinstance(value, int | float)}
-        tracker.log(cell.edits, {f"{cell.variant}{way}/seed{cell.seed}/{name}": numbers[name] for name in numbers})
+        if numbers:
+            tracker.log(cell.edits, {f"{cell.variant}{way}/seed{cell.seed}/{name}": numbers[name] for name in numbers})

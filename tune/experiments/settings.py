@@ -40,7 +40,7 @@ class ExperimentConfig(Section):
     edits: list[int] = Field(default=[16, 64, 256], min_length=1, description="numbers of edits, made at once")
     ablations: list[Ablation] = Field(default=list(get_args(Ablation)), description="changes of MALMEN")
     ablation_edits: int = Field(default=256, gt=0, description="edits at which they are compared")
-    recipes: dict[str, dict[str, Any]] = Field(default={}, description="other settings: NAME: {section.key: value}")
+    recipes: dict[str, dict[str, Any]] = Field(default={}, description="NAME: {section.key: value}, for `recipes`")
     rounds: int = Field(default=8, gt=1, description="rounds of sequential editing, together ablation_edits edits")
     memory_edits: list[int] = Field(default=[32, 64, 128, 256, 512], description="edits of a step whose peak is taken")
     memory_gb: float = Field(default=4.0, gt=0, description="a step that needs more counts as having run out")
