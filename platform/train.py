@@ -260,7 +260,7 @@ def started(
     """Ask Ray for all processes, and end what is left of them after the block; `extra` goes into every checkpoint."""
     # On the driver's own node, so that no other node's loss can take it away.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    board = ray.remote(Board).options(num_cpus=0, scheduling_strategy=here).remote()
+    board: Any = ray.remote(Board).options(num_cpus=0, scheduling_strategy=here).remote()
     with ExitStack() as at_end:
         at_end.callback(ray.kill, board)
         group = HypernetGroup.start(

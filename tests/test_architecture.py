@@ -169,7 +169,6 @@ TESTED_ELSEWHERE = {  # modules without a mirrored test file, each with where it
     "serve/main.py": "tests/serve/test_app.py",  # which starts it
     "tune/follow.py": "tests/tune/test_sweep.py",
     "tune/output.py": "tests/tune/test_cli.py",
-    "tune/plots.py": "tests/tune/test_report.py",
 }
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from malmen.config import Config, parse_config
+from malmen.config import Config
 from malmen.errors import EditError
 from malmen.metrics import score
 from malmen.platform.tracking.registry import register_editor, registered_name
@@ -16,7 +16,7 @@ from malmen.platform.tracking.tracker import run_exists
 from malmen.platform.train import Listener, train
 from malmen.runs.checkpoint_lookup import latest_checkpoint, read_state
 from malmen.runs.run_folder import run_facts
-from malmen.tune.follow import SweepListener
+from malmen.tune.follow import ProgressListener
 from malmen.tune.settings import Params, SweepConfig
 from malmen.tune.sweep_folder import SweepFolder, TrialRecord
 from malmen.tune.trial import trial_config
@@ -47,62 +47,41 @@ def best_trial(trials: Sequence[TrialRecord]) -> TrialRecord:
 
 def crown(
     base: Config, sweep: SweepConfig, folder: SweepFolder, facts: dict[str, Any], parent: str | None,
-    listener: SweepListener,
+    listener: ProgressListener,
 ) -> Champion:  # fmt: skip
     """Find the best trial, train its config again if `retrain_steps` says so, and register its editor."""
     best = best_trial(folder.trials())
     config, run = trial_config(base, sweep, best.params), folder.trial_path(best.number)
     if sweep.retrain_steps:
         listener.event(f"training trial {best.number}'s config again, {sweep.retrain_steps} steps")
-        config = _with_steps(config, sweep.retrain_steps)
+        training = config.training.model_copy(update={"steps": sweep.retrain_steps})
+        config = config.model_copy(update={"training": training})
         run = folder.path / f"champion-{best.number:04d}-{sweep.retrain_steps}"
         _train_again(config, run, parent, listener)
-    checkpoint = Path(latest_checkpoint(run))
+    checkpoint = latest_checkpoint(run)
     state = read_state(checkpoint)
-    version = _register(config, sweep.alias, checkpoint, run_facts(run).get("mlflow_run"), parent)
-    champion = Champion(
-        best.number,
-        best.params,
-        score(state["scores"], sweep.score) or 0.0,
-        state["scores"],
-        state["step"],
-        str(run),
-        f"models:/{registered_name(config)}@{sweep.alias}" if version else None,
-        version,
-    )
+    scores: dict[str, Any] = state["scores"]
+    uri = version = None
+    if config.tracking.uri is not None and parent is not None:
+        with clear_errors(config.tracking.uri):
+            client, name = connect(config.tracking.uri), registered_name(config)
+            run_id = run_facts(run).get("mlflow_run")
+            if run_id is None or not run_exists(client, run_id):
+                run_id = parent  # its own is in another store, because the sweep was resumed with a new one
+            # The same version each time: a checkpoint of a run is registered once.
+            version = register_editor(client, run_id, checkpoint, config).version
+            client.set_registered_model_alias(name, sweep.alias, version)
+        uri = f"models:/{name}@{sweep.alias}"
+    value = score(scores, sweep.score) or 0.0
+    champion = Champion(best.number, best.params, value, scores, state["step"], str(run), uri, version)
     facts["champion"] = asdict(champion)
     folder.save(base, sweep, facts)
     return champion
 
 
-def _with_steps(config: Config, steps: int) -> Config:
-    raw = config.model_dump(mode="json")
-    raw["training"]["steps"] = steps
-    return parse_config(raw, "the best trial")
-
-
-def _train_again(config: Config, run: Path, parent: str | None, listener: SweepListener) -> None:
+def _train_again(config: Config, run: Path, parent: str | None, listener: ProgressListener) -> None:
     """Train into `run`, or resume it; a finished run is left as it is."""
-    done = int(read_state(latest_checkpoint(run))["step"]) if list(run.glob("checkpoint-*")) else 0
+    done = read_state(run)["step"] if list(run.glob("checkpoint-*")) else 0
     unfinished = not run_facts(run).get("finished", True)  # its last step may be saved and not measured yet
     if done < config.training.steps or unfinished:
         train(config, run, parent=parent, register=False, listener=Listener(event=listener.event))
-
-
-def _register(config: Config, alias: str, checkpoint: Path, run_id: str | None, parent: str | None) -> str | None:
-    """Register the checkpoint under the alias; its version in the registry, the same one each time.
-
-    A trial whose run is in another store, because the sweep was resumed with a new one, is registered under the
-    sweep's own run.
-    """
-    if not config.tracking.enabled or parent is None:
-        return None
-    uri = config.tracking.uri
-    assert uri is not None
-    with clear_errors(uri):
-        client = connect(uri)
-        if run_id is None or not run_exists(client, run_id):
-            run_id = parent
-        found = register_editor(client, run_id, checkpoint, config)
-        client.set_registered_model_alias(found.name, alias, found.version)
-    return found.version

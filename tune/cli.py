@@ -42,12 +42,12 @@ def run(
     The same command again resumes an unfinished sweep: no trial is lost, and none runs twice.
     """
     settings, searched = load(config, space, overrides or [])  # wrong usage fails before the slow imports
-    from malmen.tune.output import show_sweep, sweep_progress
-    from malmen.tune.results import sweep_results
+    from malmen.tune.output import progress, show_sweep
+    from malmen.tune.report import sweep_results
     from malmen.tune.sweep import sweep
     from malmen.tune.sweep_folder import SweepFolder
 
-    with sweep_progress() as listener:
+    with progress("trials") as listener:
         result = sweep(settings, searched, out, address=address, listener=listener)
     facts = {"report": str(result.report), "seconds": round(result.seconds, 1)}
     show_sweep({**sweep_results(SweepFolder(result.folder)), **facts}, as_json)
@@ -60,12 +60,12 @@ def report(
 ) -> None:
     """Write the report of a sweep again, finished or not."""
     from malmen.tune.output import show_sweep
-    from malmen.tune.report import write_report
-    from malmen.tune.results import sweep_results
+    from malmen.tune.report import sweep_results, write_report
     from malmen.tune.sweep_folder import SweepFolder
 
-    page = write_report(SweepFolder(folder))
-    show_sweep({**sweep_results(SweepFolder(folder)), "report": str(page)}, as_json)
+    sweep = SweepFolder(folder)
+    page = write_report(sweep)
+    show_sweep({**sweep_results(sweep), "report": str(page)}, as_json)
 
 
 @app.command("settings")

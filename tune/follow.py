@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray.tune import Callback
 
@@ -16,30 +16,25 @@ from malmen.platform.tracking.watcher import DRIVER_TAG
 from malmen.runs.run_folder import run_facts
 from malmen.tune.sweep_folder import SweepFolder, TrialRecord
 
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
-
 logger = logging.getLogger(__name__)
 
 SWEEP_DRIVER = "sweep"  # owns an MLflow run that the sweep has ended: the trial's process leaves it alone
 
 
 @dataclass
-class SweepListener:
-    """Callbacks of a sweep."""
+class ProgressListener:
+    """Callbacks of a sweep or an experiment: `progress` with pieces done and pieces in all, `event` with a remark."""
 
-    begun: Callable[[int, int], None] = lambda _trials, _concurrent: None
-    started: Callable[[TrialRecord], None] = lambda _trial: None
-    judged: Callable[[TrialRecord], None] = lambda _trial: None
-    ended: Callable[[TrialRecord], None] = lambda _trial: None
+    progress: Callable[[int, int], None] = lambda _done, _total: None
     event: Callable[[str], None] = lambda _text: None
 
 
 class Follower(Callback):
     """Ray Tune's callback in the driver."""
 
-    def __init__(self, folder: SweepFolder, config: Config, listener: SweepListener) -> None:
+    def __init__(self, folder: SweepFolder, config: Config, listener: ProgressListener, total: int) -> None:
         self.folder, self.config, self.listener = folder, config, listener
+        self.ended, self.total = 0, total
 
     def __getstate__(self) -> dict[str, Any]:
         """Ray Tune pickles its callbacks into its own notes, which are never read."""
@@ -47,12 +42,16 @@ class Follower(Callback):
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """The trial has its process."""
-        self.listener.started(self._record(trial))
+        record = self._record(trial)
+        if not record.judgements:
+            params = ", ".join(f"{name} {short_text(value)}" for name, value in record.params.items())
+            self.listener.event(f"trial {record.number} starts: {params}")
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: Any, **info: Any) -> None:
         """The trial was evaluated."""
-        if not result["failed"]:
-            self.listener.judged(self._record(trial))
+        record = self._record(trial)
+        if record.last and not record.ended:
+            self.listener.event(f"trial {record.number} step {record.last.step}: score {record.last.score:.3f}")
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """The trial finished or failed, or early stopping ended it."""
@@ -77,24 +76,36 @@ class Follower(Callback):
         if record.tracking_run is None:  # it was lost before its first evaluation
             record = replace(record, tracking_run=run_facts(self.folder.trial_path(record.number)).get("mlflow_run"))
         self.folder.put(record)
-        self.listener.ended(end_tracking_run(self.config, self.folder, record))
+        end_tracking_run(self.config, self.folder, record)
+        score = f"score {record.last.score:.3f} at step {record.last.step}" if record.last else "no score"
+        why = f", {record.why}" if record.why else ""
+        self.listener.event(f"trial {record.number} {record.status}: {score}{why}")
+        self.ended += 1
+        self.listener.progress(self.ended, self.total)
 
 
-def end_tracking_run(config: Config, folder: SweepFolder, record: TrialRecord) -> TrialRecord:
+def short_text(value: Any) -> str:
+    """A parameter's value, for a line or a table."""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def end_tracking_run(config: Config, folder: SweepFolder, record: TrialRecord) -> None:
     """End a trial's MLflow run as the trial ended, with its parameters and score.
 
     A trial that failed before its training had a run gets one here, so that MLflow has every trial.
     """
-    if not config.tracking.enabled:
-        return record
-    uri = config.tracking.uri
-    assert uri is not None
+    uri, run = config.tracking.uri, record.tracking_run
+    if uri is None:  # the sweep is not tracked
+        return
     try:
         client = connect(uri)
-        run = record.tracking_run or _new_run(client, config, uri, folder, record)
-        if record.tracking_run is None:
-            record = replace(record, tracking_run=run)
-            folder.put(record)
+        if run is None:
+            parent = folder.load()[2].get("mlflow_run")
+            experiment = find_experiment(client, config.tracking.experiment, uri)
+            of_parent = {"mlflow.parentRunId": parent} if parent else {}
+            name = folder.trial_path(record.number).name
+            run = str(client.create_run(experiment, tags=of_parent, run_name=name).info.run_id)
+            folder.put(replace(record, tracking_run=run))
         client.set_tag(run, DRIVER_TAG, SWEEP_DRIVER)
         client.set_terminated(run, "FAILED" if record.status == "failed" else "FINISHED")
         tags = {"number": record.number, "status": record.status, "why": record.why, **record.params}
@@ -104,12 +115,3 @@ def end_tracking_run(config: Config, folder: SweepFolder, record: TrialRecord) -
             client.log_metric(run, "sweep/score", record.last.score, step=record.last.step)
     except store_errors() + (EditError,) as error:  # noqa: RUF005 - mypy knows no other; EditError: a deleted experiment
         logger.warning("trial %d could not be ended in %s: %s", record.number, redact_credentials(uri), brief(error))
-    return record
-
-
-def _new_run(client: MlflowClient, config: Config, uri: str, folder: SweepFolder, record: TrialRecord) -> str:
-    parent = folder.load()[2].get("mlflow_run")
-    tags = {DRIVER_TAG: SWEEP_DRIVER, **({"mlflow.parentRunId": parent} if parent else {})}
-    experiment = find_experiment(client, config.tracking.experiment, uri)
-    run = client.create_run(experiment, tags=tags, run_name=folder.trial_path(record.number).name)
-    return str(run.info.run_id)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from malmen.config import Section, full_key, read_override, read_yaml, shipped_file, usage_error
 from malmen.metrics import EXACT, METRICS, SCORE_PARTS
@@ -18,12 +18,7 @@ SPACES = Path(__file__).parent / "spaces"
 Params = dict[str, Any]  # of a trial, by name of the parameter; LAYERS names a layer set
 
 # What a sweep can maximise: shares of right answers.
-KNOWN_SCORES = (
-    *SCORE_PARTS,
-    "locality_agreement",
-    "locality_success",
-    *(metric.name + EXACT for metric in METRICS),
-)
+KNOWN_SCORES = (*SCORE_PARTS, "locality_agreement", "locality_success", *(metric.name + EXACT for metric in METRICS))
 
 
 class Range(Section):
@@ -49,47 +44,41 @@ class LayerSet(Section):
     ffn: Literal["first", "second"] | None = Field(default=None, description="default: the config's")
 
 
-Choices = list[bool | int | float | str]
+def _number(value: Any) -> Any:
+    """YAML reads `1e-5` as a text; in a list of choices it is a number."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+Choices = list[Annotated[bool | int | float | str, BeforeValidator(_number)]]
 
 
 class SweepConfig(Section):
     """What is tried, how it is searched, and what counts as better."""
 
-    trials: int = Field(
-        default=16, gt=0, description="number of trials; a grid has one for each of its points, at most these"
-    )
+    trials: int = Field(default=16, gt=0, description="how many; a grid has one for each of its points, at most these")
     search: Literal["random", "grid", "optuna"] = Field(
         default="random", description="how parameters are chosen; `optuna` learns from the trials that have ended"
     )
     seed: int = Field(default=0, description="of the drawn parameters; the trials' own seed is the config's")
-    score: list[str] = Field(
-        default=list(SCORE_PARTS), min_length=1, description="what is maximised: the harmonic mean of these"
-    )
+    score: list[str] = Field(default=list(SCORE_PARTS), min_length=1, description="maximised: their harmonic mean")
     early_stopping: Literal["asha", "none"] = Field(default="asha", description="whether weak trials end early")
     grace_steps: int | None = Field(
-        default=None,
-        gt=0,
-        description="steps before a trial may be stopped; default: training.eval_every, else steps / 8",
+        default=None, gt=0, description="steps before a trial may stop; default: training.eval_every, else steps / 8"
     )
-    reduction_factor: int = Field(
-        default=2, ge=2, description="at each rung of early stopping, one trial of so many continues"
-    )
+    reduction_factor: int = Field(default=2, ge=2, description="one trial of so many continues at each rung")
     concurrent: int | None = Field(
         default=None, gt=0, description="trials at the same time; default: as many as the cluster has room for"
     )
     trial_seconds: float = Field(default=86400, gt=0, description="seconds after which a trial fails")
     retrain_steps: int | None = Field(
-        default=None,
-        gt=0,
-        description="train the best trial's config again for so many steps; default: its trial's editor is used",
+        default=None, gt=0, description="steps of training the best trial's config again; default: its editor is used"
     )
     alias: str = Field(default="champion", pattern=r"^[\w.-]+$", description="of the best editor in the registry")
-    layer_sets: dict[str, LayerSet] = Field(
-        default={}, description="layer sets by name; a rule or a list stands for itself"
-    )
-    parameters: dict[str, Range | Choices] = Field(
-        default={}, description="settings by name, each a list of choices or a range"
-    )
+    layer_sets: dict[str, LayerSet] = Field(default={}, description="by name; a rule or a list stands for itself")
+    parameters: dict[str, Range | Choices] = Field(default={}, description="by name, a list of choices or a range")
     settings: dict[str, Any] = Field(default={}, description="settings of all trials, in place of the config's")
 
     @field_validator("layer_sets", mode="before")
@@ -101,14 +90,6 @@ class SweepConfig(Section):
         if not isinstance(value, dict):
             return value
         return {str(name): item if isinstance(item, dict) else {"layers": item} for name, item in value.items()}
-
-    @field_validator("parameters", mode="before")
-    @classmethod
-    def _numbers(cls, value: Any) -> Any:
-        """YAML reads `1e-5` as a text; in a list of choices it is a number."""
-        if not isinstance(value, dict):
-            return value
-        return {name: list(map(_number, item)) if isinstance(item, list) else item for name, item in value.items()}
 
     @field_validator("score")
     @classmethod
@@ -124,20 +105,11 @@ class SweepConfig(Section):
         return named | self.parameters
 
 
-def _number(value: Any) -> Any:
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
 def load_sweep(space: str | Path = "default", overrides: Sequence[str] = ()) -> SweepConfig:
     """A YAML file or a shipped space, with `key=value` on top. The default fits every model of four blocks."""
     path = shipped_file(SPACES, str(space), "space")
     raw = read_yaml(path, "space")
-    for override in overrides:
-        name, value = read_override(override)
-        raw[name] = value
+    raw |= dict(map(read_override, overrides))
     for section in ("parameters", "settings"):
         if isinstance(raw.get(section), dict):
             raw[section] = {full_key(str(name)): value for name, value in raw[section].items()}

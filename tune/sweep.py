@@ -12,6 +12,7 @@ import shutil
 import signal
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,10 @@ from malmen.platform.tracking.tracker import Tracker, tracking_uri
 from malmen.runs.files import exclusive_folder
 from malmen.training import check_enough
 from malmen.tune.champion import Champion, crown
-from malmen.tune.follow import Follower, SweepListener, end_tracking_run
+from malmen.tune.follow import Follower, ProgressListener, end_tracking_run
 from malmen.tune.report import write_report
-from malmen.tune.search import SweepSearch
 from malmen.tune.settings import SweepConfig
-from malmen.tune.space import check_space, number_of_trials, with_evaluations
+from malmen.tune.space import SweepSearch, check_space, number_of_trials, with_evaluations
 from malmen.tune.sweep_folder import SweepFolder, TrialRecord
 from malmen.tune.trial import SweepTrial
 
@@ -59,24 +59,20 @@ def sweep(
     out: str | Path,
     *,
     address: str | None = None,
-    listener: SweepListener | None = None,
+    listener: ProgressListener | None = None,
 ) -> SweepResult:
     """Try a space; an unfinished sweep of the same config and space in `out` is resumed."""
+    start, listener = time.perf_counter(), listener or ProgressListener()
     config, grace = with_evaluations(config if in_ray_job() else absolute_paths(config), space)
     check_space(config, space, load_skeleton(config.model)[0])
     data = data_fingerprint(config)
     check_enough(validation_records(config), config.training.eval_edits or 1)
-    folder = SweepFolder(_sweep_path(config, out))
-    with exclusive_folder(folder.path):
-        return _sweep(config, space, grace, data, folder, address, listener or SweepListener())
-
-
-def _sweep(
-    config: Config, space: SweepConfig, grace: int, data: str, folder: SweepFolder, address: str | None,
-    listener: SweepListener,
-) -> SweepResult:  # fmt: skip
-    start = time.perf_counter()
-    with connected(address, config.cluster) as own:
+    if "://" in str(out):
+        raise UsageError(f"a sweep writes to a folder, on a cluster to a shared one; given {str(out)!r}")
+    if in_ray_job():
+        check_lasting(config, out)
+    folder = SweepFolder(Path(out).absolute())
+    with exclusive_folder(folder.path), connected(address, config.cluster) as own:
         roles = size_roles(config.cluster, config.model, own=own)
         config = _for_trials(config, folder, roles)
         facts = folder.begin(config, space, data)
@@ -92,24 +88,19 @@ def _sweep(
             write_report(folder)  # also where no trial finishes
             champion = crown(config, space, folder, facts, tracker.run_id, listener)
             report = write_report(folder)
-            _log(tracker, folder, champion, report)
-    shutil.rmtree(folder.cache, ignore_errors=True)
-    return SweepResult(folder.path, folder.trials(), champion, report, time.perf_counter() - start, facts["mlflow_run"])
-
-
-def _sweep_path(config: Config, out: str | Path) -> Path:
-    if "://" in str(out):
-        raise UsageError(f"a sweep writes to a folder, on a cluster to a shared one; given {str(out)!r}")
-    if in_ray_job():
-        check_lasting(config, out)
-    return Path(out).absolute()
+            trials = folder.trials()
+            counts = Counter(f"trials/{trial.status}" for trial in trials)
+            tracker.log(0, {**counts, "best/score": champion.score, "best/trial": champion.number})
+            tracker.log_artifacts(report.parent, "report")
+        shutil.rmtree(folder.cache, ignore_errors=True)
+    return SweepResult(folder.path, trials, champion, report, time.perf_counter() - start, facts["mlflow_run"])
 
 
 def _for_trials(config: Config, folder: SweepFolder, roles: Roles) -> Config:
     """The config that all trials share: one MLflow store, one cache, and the resources of the roles."""
     raw = config.model_dump(mode="json")
-    uri = tracking_uri(config.tracking, str(folder.path)) if config.tracking.enabled else None
-    raw["tracking"]["uri"] = absolute(uri) if uri else None
+    tracked = config.tracking.enabled
+    raw["tracking"]["uri"] = absolute(tracking_uri(config.tracking, str(folder.path))) if tracked else None
     raw["batch"]["cache_dir"] = config.batch.cache_dir or str(folder.cache)
     raw["cluster"] |= {
         "overlap": roles.overlap,
@@ -121,7 +112,7 @@ def _for_trials(config: Config, folder: SweepFolder, roles: Roles) -> Config:
 
 def _run_trials(
     config: Config, space: SweepConfig, folder: SweepFolder, grace: int, room: int, tracker: Tracker,
-    listener: SweepListener,
+    listener: ProgressListener,
 ) -> None:  # fmt: skip
     total = number_of_trials(space)
     ended = _ended(folder, total)
@@ -130,7 +121,8 @@ def _run_trials(
     if len(ended) == total:  # the sweep was killed after its trials
         return
     concurrent = min(total, space.concurrent or room)
-    listener.begun(total, concurrent)
+    listener.progress(0, total)
+    listener.event(f"{total} trials, {concurrent} at a time")
     if concurrent > room:
         listener.event(
             f"the cluster has room for {room} trials at a time now: the others wait, for cluster.wait_seconds at most"
@@ -139,13 +131,18 @@ def _run_trials(
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the new one prints to standard output even with verbose=0
     here = f"node:{ray.util.get_node_ip_address()}"  # the driver's records are files of this node
     trainable = tune.with_parameters(SweepTrial, sweep_folder=str(folder.path), parent=tracker.run_id)
+    scheduler: TrialScheduler = FIFOScheduler()
+    if space.early_stopping == "asha":
+        scheduler = _Asha(
+            time_attr="step", grace_period=grace, max_t=config.training.steps, reduction_factor=space.reduction_factor
+        )
     tuner = tune.Tuner(
         tune.with_resources(trainable, tune.PlacementGroupFactory([{here: 0.001}])),
         tune_config=tune.TuneConfig(
             metric="score",
             mode="max",
             search_alg=SweepSearch(folder, space),
-            scheduler=_scheduler(config, space, grace),
+            scheduler=scheduler,
             num_samples=total,
             max_concurrent_trials=concurrent,
             reuse_actors=True,  # a trial's process takes seconds to import what it needs
@@ -153,7 +150,7 @@ def _run_trials(
         run_config=tune.RunConfig(
             name=f"sweep-{os.getpid()}-{time.time_ns()}",  # Ray Tune's own notes; nothing resumes from them
             storage_path=str(folder.path / ".ray_tune"),
-            callbacks=[Follower(folder, config, listener)],
+            callbacks=[Follower(folder, config, listener, total)],
             # A lost process of a trial is started again, and resumes its run from the last checkpoint.
             failure_config=tune.FailureConfig(max_failures=config.cluster.max_failures),
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # the runs have their own
@@ -170,27 +167,18 @@ def _run_trials(
 
 def _fit(tuner: tune.Tuner) -> None:
     """Ray Tune replaces the handler of Ctrl-C and leaves its own behind."""
-    main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT)
     try:
         tuner.fit()
     except TuneError as error:
         raise EditError(f"the sweep was interrupted: {last_line(error)}; the same command resumes it") from error
     finally:
-        if main:
+        if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, before)
 
 
 def _ended(folder: SweepFolder, total: int) -> list[TrialRecord]:
     return [trial for trial in folder.trials()[:total] if trial.ended]
-
-
-def _scheduler(config: Config, space: SweepConfig, grace: int) -> TrialScheduler:
-    if space.early_stopping == "none":
-        return FIFOScheduler()
-    return _Asha(
-        time_attr="step", grace_period=grace, max_t=config.training.steps, reduction_factor=space.reduction_factor
-    )
 
 
 class _Asha(AsyncHyperBandScheduler):
@@ -199,14 +187,6 @@ class _Asha(AsyncHyperBandScheduler):
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
         decision = super().on_trial_result(tune_controller, trial, result)
         return str(TrialScheduler.CONTINUE if result["replayed"] else decision)
-
-
-def _log(tracker: Tracker, folder: SweepFolder, champion: Champion, report: Path) -> None:
-    """Log the result and the report to the sweep's own MLflow run."""
-    statuses = [trial.status for trial in folder.trials()]
-    metrics: dict[str, Any] = {f"trials/{name}": float(statuses.count(name)) for name in set(statuses)}  # type: ignore[arg-type]
-    tracker.log(0, {**metrics, "best/score": champion.score, "best/trial": float(champion.number)})
-    tracker.log_artifacts(report.parent, "report")
 
 
 if __name__ == "__main__":

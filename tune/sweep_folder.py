@@ -79,26 +79,23 @@ class SweepFolder:
 
         `data` is the fingerprint of the records that are trained and measured on.
         """
-        if not (self.path / SWEEP).exists():
-            if self.path.exists() and any(self.path.iterdir()):
+        if (self.path / SWEEP).exists():
+            before_base, before_sweep, facts = self.load()
+            old, new = before_sweep.model_dump(), sweep.model_dump()
+            changed = [f"sweep.{name}" for name in new if name not in _FREE and old[name] != new[name]]
+            changed += changed_settings(before_base, base)
+            if data and facts.setdefault("data", data) != data:
+                changed.append(f"data (fingerprint {facts['data']} → {data})")
+            if changed:
                 raise EditError(
-                    f"{self.path} is not empty and holds no {SWEEP}: it is not a sweep; choose another --out"
+                    f"cannot resume the sweep in {self.path}: it was started with another {', '.join(changed)}; "
+                    "use the settings it was started with, or choose another --out"
                 )
+        elif self.path.exists() and any(self.path.iterdir()):
+            raise EditError(f"{self.path} is not empty and holds no {SWEEP}: it is not a sweep; choose another --out")
+        else:
             self.path.mkdir(parents=True, exist_ok=True)
-            facts: dict[str, Any] = {"data": data} if data else {}
-            self.save(base, sweep, facts)
-            return facts
-        before_base, before_sweep, facts = self.load()
-        old, new = before_sweep.model_dump(), sweep.model_dump()
-        changed = [f"sweep.{name}" for name in new if name not in _FREE and old[name] != new[name]]
-        changed += changed_settings(before_base, base)
-        if data and facts.setdefault("data", data) != data:
-            changed.append(f"data (fingerprint {facts['data']} → {data})")
-        if changed:
-            raise EditError(
-                f"cannot resume the sweep in {self.path}: it was started with another {', '.join(changed)}; "
-                "use the settings it was started with, or choose another --out"
-            )
+            facts = {"data": data} if data else {}
         self.save(base, sweep, facts)
         return facts
 

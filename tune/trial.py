@@ -6,8 +6,7 @@ import math
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,7 @@ def trial_config(base: Config, sweep: SweepConfig, params: Mapping[str, Any]) ->
             set_key(raw, name, value)
             continue
         layer_set = sweep.layer_sets[value]
-        raw["editor"]["layers"] = layer_set.layers
-        raw["editor"]["ffn"] = layer_set.ffn or raw["editor"]["ffn"]
+        raw["editor"] |= {"layers": layer_set.layers, "ffn": layer_set.ffn or raw["editor"]["ffn"]}
     return parse_config(raw, "the trial " + ", ".join(f"{name}={value}" for name, value in params.items()))
 
 
@@ -53,23 +51,8 @@ class SweepTrial(Trainable):
         record = self.folder.get(config["number"])
         assert record is not None, "the search writes a trial's record before Ray Tune starts the trial"
         self.record = record
-        self.spent = record.last.seconds if record.last else 0.0
         self.run: _Run | None = None
-        self.recorded: deque[Judgement] | None = None  # evaluations to report again
-
-    def _begin(self) -> deque[Judgement]:
-        """Start or resume the run, unless the trial has ended; the evaluations to report again."""
-        self.began = time.monotonic()
-        if not self.record.ended:
-            for step, scores in run_evaluations(
-                self.folder.trial_path(self.record.number)
-            ):  # not recorded before a kill
-                self._record_evaluation(step, scores)
-            config = trial_config(self.base, self.sweep, self.record.params)
-            self.run = self.start(_Run(config, self.folder, self.record.number, self.parent))
-        # The last step's is reported when the run has ended too, as by a trial that was never interrupted.
-        steps = self.base.training.steps
-        return deque(judged for judged in self.record.judgements if self.record.ended or judged.step < steps)
+        self.results = self._repeat() if record.ended else self._train()
 
     def start(self, run: _Run) -> _Run:
         """Start the training."""
@@ -79,15 +62,7 @@ class SweepTrial(Trainable):
     def step(self) -> dict[str, Any]:
         """The next evaluation. An error fails this trial, not the sweep."""
         try:
-            if self.recorded is None:
-                self.recorded = self._begin()
-            if self.recorded:
-                judgement = self.recorded.popleft()
-                done = self.record.ended and not self.recorded and self.record.status != "failed"
-                # Whether the newest one of a trial under way was judged before the sweep was killed is unknown.
-                replayed = self.record.ended or judgement != self.record.last
-                return self._result(judgement, done=done, replayed=replayed)
-            return self._next() if self.run is not None else self._failed_result()
+            return next(self.results)
         except EditError as error:
             self._stop()
             self._write(status="failed", why=str(error))
@@ -103,31 +78,46 @@ class SweepTrial(Trainable):
         """Stop the training; Ray Tune has ended the trial."""
         self._stop()
 
-    def _next(self) -> dict[str, Any]:
-        """The next evaluation that is not in the record yet; the last one when the run has ended too."""
-        assert self.run is not None
-        while True:
-            event = self._wait()
-            if isinstance(event, BaseException):
-                raise event if isinstance(event, EditError) else EditError(f"{type(event).__name__}: {event}")
-            if isinstance(event, TrainedEditor):
-                self._record_evaluation(event.steps, event.scores)
-                self._write(status="finished", seconds_per_step=mean_seconds(event.history))
-                assert self.record.last is not None
-                return self._result(self.record.last, done=True)
-            judgement = self._record_evaluation(*event)
-            if judgement and judgement.step < self.run.config.training.steps:
-                return self._result(judgement, done=False)
+    def _repeat(self) -> Iterator[dict[str, Any]]:
+        """The evaluations of a trial that has ended; one that failed ends as failed again."""
+        for judgement in self.record.judgements:
+            done = judgement is self.record.last and self.record.status != "failed"
+            yield self._result(judgement, done=done, replayed=True)
+        yield self._failed_result()
 
-    def _wait(self) -> TrialEvent:
-        assert self.run is not None
-        left = self.sweep.trial_seconds - self._seconds()
+    def _train(self) -> Iterator[dict[str, Any]]:
+        """The evaluations of the record, then those of the run, which this starts or resumes."""
+        path, steps = self.folder.trial_path(self.record.number), self.base.training.steps
+        self.began = time.monotonic() - (self.record.last.seconds if self.record.last else 0.0)
+        for step, scores in run_evaluations(path):  # not recorded before a kill
+            self._record_evaluation(step, scores)
+        config = trial_config(self.base, self.sweep, self.record.params)
+        self.run = self.start(_Run(config, path, self.parent))
+        for judgement in self.record.judgements:
+            # The last step's is reported when the run has ended too, as by a trial that was never interrupted.
+            if judgement.step < steps:
+                # Whether the newest one was judged before the sweep was killed is unknown.
+                yield self._result(judgement, replayed=judgement != self.record.last)
+        while not isinstance(event := self._wait(self.run), TrainedEditor):
+            new = self._record_evaluation(*event)
+            if new and new.step < steps:
+                yield self._result(new)
+        self._record_evaluation(event.steps, event.scores)
+        self._write(status="finished", seconds_per_step=mean_seconds(event.history))
+        assert self.record.last is not None
+        yield self._result(self.record.last, done=True)
+
+    def _wait(self, run: _Run) -> Evaluated | TrainedEditor:
+        left = self.sweep.trial_seconds - (time.monotonic() - self.began)
         try:
-            return self.run.events.get(timeout=max(0.0, left))
+            event = run.events.get(timeout=max(0.0, left))
         except queue.Empty:
             raise EditError(
                 f"the trial took longer than trial_seconds={self.sweep.trial_seconds:g} of the space"
             ) from None
+        if isinstance(event, BaseException):
+            raise event if isinstance(event, EditError) else EditError(f"{type(event).__name__}: {event}")
+        return event
 
     def _record_evaluation(self, step: int, scores: dict[str, Any]) -> Judgement | None:
         """Add an evaluation to the record; None if the record has it."""
@@ -137,20 +127,17 @@ class SweepTrial(Trainable):
         if value is None or not math.isfinite(value):
             parts = {name: scores.get(name) for name in self.sweep.score}
             raise EditError(f"step {step}: the score is {value}, of {parts}; expected a number")
-        judgement = Judgement(step, value, scores, self._seconds())
+        judgement = Judgement(step, value, scores, time.monotonic() - self.began)
         self.record = self.record.judged(judgement)
         self._write()
         return judgement
-
-    def _seconds(self) -> float:
-        return self.spent + time.monotonic() - self.began
 
     def _write(self, **changes: Any) -> None:
         run = run_facts(self.folder.trial_path(self.record.number)).get("mlflow_run")
         self.record = replace(self.record, tracking_run=run, **changes)
         self.folder.put(self.record)
 
-    def _result(self, judgement: Judgement, *, done: bool, replayed: bool = False) -> dict[str, Any]:
+    def _result(self, judgement: Judgement, *, done: bool = False, replayed: bool = False) -> dict[str, Any]:
         """An evaluation for Ray Tune; `replayed`: it was judged before the sweep was killed."""
         return {"step": judgement.step, "score": judgement.score, "failed": "", "done": done, "replayed": replayed}
 
@@ -165,27 +152,26 @@ class SweepTrial(Trainable):
             self.run.join(STOP_SECONDS)
 
 
-TrialEvent = tuple[int, dict[str, Any]] | TrainedEditor | BaseException  # an evaluation, the end, or an error
+Evaluated = tuple[int, dict[str, Any]]  # step and scores
 
 
 class _Run(threading.Thread):
-    """The training, in a thread beside the calls of Ray Tune."""
+    """The training, in a thread beside the calls of Ray Tune. Its events are evaluations, then its end or an error."""
 
-    def __init__(self, config: Config, folder: SweepFolder, number: int, parent: str | None) -> None:
+    def __init__(self, config: Config, path: Path, parent: str | None) -> None:
         super().__init__(name="trial", daemon=True)
-        self.config, self.path, self.parent = config, folder.trial_path(number), parent
-        self.events: queue.Queue[TrialEvent] = queue.Queue()
+        self.config, self.path, self.parent = config, path, parent
+        self.events: queue.Queue[Evaluated | TrainedEditor | BaseException] = queue.Queue()
         self.stopping = threading.Event()
 
     def run(self) -> None:
         listener = Listener(
             evaluation=lambda step, scores: self.events.put((step, scores)), stopped=self.stopping.is_set
         )
-        resume = bool(run_facts(self.path))
         try:
             trained = train(
-                self.config, self.path, resume=resume, listener=listener, parent=self.parent, register=False,
-                resolve_paths=False,  # the sweep's driver has seen to that
+                self.config, self.path, resume=bool(run_facts(self.path)), listener=listener, parent=self.parent,
+                register=False, resolve_paths=False,  # the sweep's driver has seen to the paths
             )  # fmt: skip
             self.events.put(trained)
         except BaseException as error:  # noqa: BLE001 - any error fails this trial, not the sweep

@@ -24,10 +24,10 @@ class UnsoundTrial(SweepTrial):
     def start(self, run: _Run) -> _Run:
         number, raw = self.record.number, run.config.model_dump(mode="json")
         if number == self.SENSELESS:
-            run = _Senseless(run.config, self.folder, number, None)
+            run = _Senseless(run.config, run.path, None)
         if number == self.RAISES:  # as when the model's folder has been moved meanwhile
             run.config = Config.model_validate({**raw, "model": {**raw["model"], "name": "/nowhere/model"}})
         if number == self.HANGS:
             self.sweep = self.sweep.model_copy(update={"trial_seconds": 1.0})
-            run = _Hanging(run.config, self.folder, number, None)
+            run = _Hanging(run.config, run.path, None)
         return super().start(run)

@@ -9,7 +9,7 @@ from malmen.config import Config
 from malmen.errors import EditError
 from malmen.runs.run_folder import RunFolder
 from malmen.tune.champion import _train_again, best_trial
-from malmen.tune.follow import SweepListener
+from malmen.tune.follow import ProgressListener
 from malmen.tune.sweep_folder import Judgement, Status, TrialRecord
 
 
@@ -42,5 +42,5 @@ def test_the_best_trials_second_training_goes_on_until_it_is_measured(
         (tmp_path / f"checkpoint-{saved:07d}" / "state.json").write_text(json.dumps(state))
     trained: list[Path] = []
     monkeypatch.setattr("malmen.tune.champion.train", lambda _config, place, **_: trained.append(place))
-    _train_again(config, tmp_path, None, SweepListener())
+    _train_again(config, tmp_path, None, ProgressListener())
     assert trained == [tmp_path] * goes_on

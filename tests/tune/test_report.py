@@ -7,9 +7,9 @@ import pytest
 
 from malmen.config import Config
 from malmen.errors import EditError
-from malmen.tune.report import write_report
+from malmen.tune.report import pareto_front, trial_row, write_report
 from malmen.tune.settings import parse_sweep
-from malmen.tune.sweep_folder import Judgement, SweepFolder, TrialRecord
+from malmen.tune.sweep_folder import Judgement, Status, SweepFolder, TrialRecord
 
 COEF = "training.locality_coef"
 SCORES = {"edit_success": 0.9, "generalization_success": 0.8, "locality_success": 0.7}
@@ -59,3 +59,31 @@ def test_a_report_replaces_the_one_before(folder: SweepFolder) -> None:
 def test_there_is_no_report_of_what_is_no_sweep(tmp_path: Path) -> None:
     with pytest.raises(EditError, match="holds no sweep"):
         write_report(SweepFolder(tmp_path))
+
+
+def trial(number: int, gs: float | None, ls: float | None, status: Status = "finished") -> TrialRecord:
+    scores = {"edit_success": 1.0, "generalization_success": gs, "locality_success": ls}
+    return TrialRecord(number, {"layers": "last:1"}, status, (Judgement(3, 0.5, scores, 2.0),))
+
+
+def test_the_pareto_front_holds_the_finished_trials_that_none_beats() -> None:
+    trials = [
+        trial(0, 0.9, 0.2),
+        trial(1, 0.5, 0.5),
+        trial(2, 0.5, 0.4),  # beaten by 1
+        trial(3, 0.2, 0.9),
+        trial(4, 0.95, 0.95, "stopped"),  # had fewer steps
+        trial(5, None, 0.99),
+        trial(6, 0.5, 0.5),  # equal to 1: neither beats the other
+        TrialRecord(7, {}, "failed"),
+    ]
+    assert pareto_front([trial_row(found) for found in trials]) == [3, 1, 6, 0]
+    assert pareto_front([]) == []
+
+
+def test_a_row_shows_the_last_evaluation_and_a_trial_without_one_has_none() -> None:
+    row = trial_row(trial(0, 0.9, 0.2).judged(Judgement(6, 0.7, {"edit_success": 0.8}, 4.0)))
+    assert (row["step"], row["score"], row["ES"], row["GS"], row["seconds"]) == (6, 0.7, 0.8, None, 4.0)
+    assert row["layers"] == "last:1"
+    empty = trial_row(TrialRecord(1, {}, "failed", why="it broke"))
+    assert (empty["step"], empty["score"], empty["why"]) == (0, None, "it broke")

@@ -1,4 +1,7 @@
-"""Cells: one number of edits, one variant, one seed. The smallest piece of an experiment, one file each."""
+"""The folder of an experiment and the cells in it: one number of edits, one variant, one seed, one file each.
+
+A folder belongs to one set of settings, one set of data and one base model.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import malmen
-from malmen.config import Config
+from malmen.config import Config, flatten, parse_config
+from malmen.data.splits import data_fingerprint
+from malmen.errors import EditError, UsageError
+from malmen.lm.model import LanguageModel
 from malmen.runs.files import atomic_file
 from malmen.tune.experiments.settings import KINDS, ExperimentConfig
-from malmen.tune.experiments.variants import Variant, rows_of
+from malmen.tune.experiments.variants import Row, Variant, rows_of
 
+ABOUT = "experiment.json"
 MEMORY = "memory.json"  # the only file of `cells` with a list: measurements of memory
+# What may differ when an experiment is resumed: no number depends on it.
+_FREE = (
+    "experiment.cpus", "experiment.gpus", "experiment.settings", "experiment.recipes", "experiment.config",
+    "experiment.seeds", "experiment.methods", "experiment.edits", "experiment.ablations", "experiment.ablation_edits",
+    "experiment.rounds", "experiment.memory_edits",  # these choose the cells
+    "config.cluster.", "config.tracking.", "config.batch.", "config.baselines.memit.cache_dir",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -28,6 +42,11 @@ class Cell:
     edits: int
     rounds: int = 1
     way: str = "at once"  # or how later rounds join earlier ones: malmen.methods.registry.Rounds
+
+    @classmethod
+    def of(cls, row: Row, seed: int) -> Cell:
+        """The cell of a table's row and a seed."""
+        return cls(row.variant.name, seed, row.edits, row.rounds, row.way)
 
     @property
     def name(self) -> str:
@@ -50,7 +69,7 @@ class Group:
         return self.variant.run_name(self.seed) if self.variant.trained else None
 
     def __str__(self) -> str:
-        return f"{self.variant.label()}, seed {self.seed}"
+        return f"{self.variant.label}, seed {self.seed}"
 
 
 class Cells:
@@ -62,24 +81,35 @@ class Cells:
 
     def done(self, cell: Cell) -> bool:
         """Whether it was measured; the next command tries failures again."""
-        measured = self.get(cell)
-        return measured is not None and "error" not in measured
+        return "scores" in self.get(cell)
 
     def put(self, cell: Cell, measured: dict[str, Any]) -> None:
         """Store numbers, or `{"error": …}`."""
-        content = {**asdict(cell), **measured, "code": code_version()}
-        atomic_file(self._files / cell.name, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        self._write(cell.name, {**asdict(cell), **measured, "code": code_version()})
 
-    def get(self, cell: Cell) -> dict[str, Any] | None:
-        """What was stored; None if nothing was."""
-        path = self._files / cell.name
-        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+    def get(self, cell: Cell) -> dict[str, Any]:
+        """What was stored; {} if nothing was."""
+        return dict(self._read(cell.name, {}))
+
+    def put_memory(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Store all measurements of memory."""
+        self._write(MEMORY, rows)
+
+    def memory(self) -> list[dict[str, Any]]:
+        """The measurements of memory."""
+        return list(self._read(MEMORY, []))
 
     def codes(self) -> set[str]:
         """The versions of the code that measured these cells."""
-        contents = [json.loads(path.read_text(encoding="utf-8")) for path in self._files.glob("*.json")]
-        rows = [row for content in contents for row in (content if isinstance(content, list) else [content])]
-        return {row.get("code", "unknown") for row in rows}
+        cells = [self._read(path.name, {}) for path in self._files.glob("*.json") if path.name != MEMORY]
+        return {row.get("code", "unknown") for row in (*cells, *self.memory())}
+
+    def _write(self, name: str, content: Any) -> None:
+        atomic_file(self._files / name, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+    def _read(self, name: str, default: Any) -> Any:
+        path = self._files / name
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else default
 
 
 @cache
@@ -107,7 +137,64 @@ def groups_of(settings: ExperimentConfig, config: Config, kinds: Collection[str]
     groups = []
     for name, variant in variants.items():
         for seed in settings.seeds:
-            needed = [Cell(name, seed, row.edits, row.rounds, row.way) for row in rows if row.variant.name == name]
+            needed = [Cell.of(row, seed) for row in rows if row.variant.name == name]
             cells = sorted(dict.fromkeys(needed), key=lambda cell: (cell.rounds, cell.edits))
             groups.append(Group(variant, seed, tuple(cells)))
     return groups
+
+
+def begin_folder(folder: Path, settings: ExperimentConfig, config: Config) -> None:
+    """Start an experiment or resume one; UsageError if its numbers would be mixed with those of other settings.
+
+    Numbers of other code are kept, because it may differ in a comment; the runner and the report name it.
+    """
+    about: dict[str, Any] = {
+        "experiment": settings.model_dump(mode="json"),
+        "config": config.model_dump(mode="json"),
+        "data": data_fingerprint(config),
+        "corpus": _corpus_hash(config),
+    }
+    path = folder / ABOUT
+    if path.exists():
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        experiment = ExperimentConfig.model_validate(earlier["experiment"])  # settings that are new since have defaults
+        before = flatten({
+            **about, **earlier,
+            "experiment": experiment.model_dump(mode="json"),
+            "config": parse_config(earlier["config"], ABOUT).model_dump(mode="json"),
+        })  # fmt: skip
+        now, recipes = flatten(about), {**experiment.recipes, **settings.recipes}
+        changed = [key for key, value in now.items() if before.get(key) != value and not key.startswith(_FREE)]
+        changed += [f"recipe {name}" for name, recipe in experiment.recipes.items() if recipes[name] != recipe]
+        if changed:
+            raise UsageError(f"{folder} holds experiments with another {', '.join(changed)}; choose another --out")
+        about["experiment"]["recipes"] = recipes  # those of the folder too
+    elif folder.exists() and any(not path.name.startswith(".writing-") for path in folder.iterdir()):
+        raise UsageError(f"{folder} holds something else: choose another --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic_file(path, json.dumps(about, indent=1) + "\n")
+
+
+def _corpus_hash(config: Config) -> str | None:
+    """Of the text that MEMIT estimates the moments of keys from."""
+    corpus = config.baselines.memit.corpus
+    if corpus is None:
+        return None
+    try:
+        with open(corpus, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    except OSError as error:
+        raise EditError(f"cannot read the corpus {corpus}: {error.strerror}") from error
+
+
+def check_base_model(lm: LanguageModel, folder: Path) -> None:
+    """EditError if the folder holds numbers of another model, even one that had the same name."""
+    fingerprint = lm.fingerprint()
+    marks = folder / "base_model"  # an empty file named by the fingerprint: several tasks may create it at once
+    marks.mkdir(parents=True, exist_ok=True)
+    if others := sorted(mark.name for mark in marks.iterdir() if mark.name != fingerprint):
+        raise EditError(
+            f"{folder} holds measurements of base model {others[0]}; the model of that name is now {fingerprint}: "
+            "choose another --out"
+        )
+    (marks / fingerprint).touch()

@@ -6,164 +6,139 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from malmen.methods.registry import METHODS, Method
 from malmen.metrics import METRICS
 from malmen.tune.experiments.memory import WAYS
+from malmen.tune.report import new_figure
 
 _FACTS = {"edit": "edits", "equivalent": "rephrasings", "unrelated": "unrelated"}
-PANELS = {metric.name: f"{metric.label}: {_FACTS[metric.kind]}" for metric in METRICS}
+PANELS = {metric.name: f"{metric.label}: {_FACTS[metric.kind]}, right tokens (%)" for metric in METRICS}
 _LIKE = {"squares_answer": "malmen", "sum_answer": "mend"}  # variants of `cancellation`, drawn as these methods
 _OTHER = Method("", "", "C5", "o")  # results of a method that this version does not have
+_BAR_TITLES = {
+    "ablation": "Ablation, {} edits",
+    "rounds": "Sequential editing, {} edits in all",
+    "recipes": "Other settings, {} edits",
+}
 
 
 def draw(result: dict[str, Any], folder: Path) -> list[Path]:
     """Write the picture of an experiment, if it has one; the paths."""
-    maker = _MAKERS.get(result["experiment"])
-    if maker is None or not result["rows"]:
+    kind = result["experiment"]
+    if kind not in _MAKERS or not result["rows"]:
         return []
-    figure = maker(result)
-    paths = [folder / f"{result['experiment']}.{kind}" for kind in ("png", "svg")]
+    figure, title = _MAKERS[kind](result)
+    seeds = ", ".join(map(str, result["seeds"]))
+    what = "mean ± standard deviation over seeds" if len(result["seeds"]) > 1 else "seed"
+    between = "\n" if len(figure.axes) == 1 else " · "  # one panel is narrow
+    figure.suptitle(f"{title} · {result['model']}{between}{what} {seeds}", fontsize=9)
+    paths = [folder / f"{kind}.{suffix}" for suffix in ("png", "svg")]
     for path in paths:
         figure.savefig(path, dpi=120)
     return paths
 
 
-def _figure(columns: int, width: float = 3.6, height: float = 3.4) -> tuple[Figure, Sequence[Axes]]:
-    figure = Figure(figsize=(width * columns + 1, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, columns, squeeze=False)[0]
-
-
-def _title(figure: Figure, result: dict[str, Any], text: str) -> None:
-    seeds = ", ".join(map(str, result["seeds"]))
-    what = "mean ± standard deviation over seeds" if len(result["seeds"]) > 1 else "seed"
-    between = "\n" if len(figure.axes) == 1 else " · "  # one panel is narrow
-    figure.suptitle(f"{text} · {result['model']}{between}{what} {seeds}", fontsize=9)
+def _variant_bands(axes: Axes, rows: Sequence[dict[str, Any]], name: str, scale: float = 1) -> None:
+    """A line for each variant."""
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        own = [row for row in rows if row["variant"] == variant]
+        method = METHODS.get(_LIKE.get(variant, variant), _OTHER)
+        _band(axes, own, name, own[0]["label"], method.colour, method.marker, scale)
 
 
 def _band(
-    axes: Axes, rows: Sequence[dict[str, Any]], name: str, scale: float, label: str, colour: str, marker: str = "o"
+    axes: Axes, rows: Sequence[dict[str, Any]], name: str, label: str, colour: str, marker: str, scale: float = 1
 ) -> None:
     """A line over the number of edits, with the deviation as a band."""
     measured = [row for row in rows if row.get(name) is not None]
     edits = [row["edits"] for row in measured]
-    means = [scale * row[name]["mean"] for row in measured]
-    deviations = [scale * row[name]["deviation"] for row in measured]
+    means = scale * np.array([row[name]["mean"] for row in measured])
+    deviations = scale * np.array([row[name]["deviation"] for row in measured])
     axes.plot(edits, means, marker=marker, markersize=4, label=label, color=colour)
-    low = [mean - deviation for mean, deviation in zip(means, deviations, strict=True)]
-    high = [mean + deviation for mean, deviation in zip(means, deviations, strict=True)]
-    axes.fill_between(edits, low, high, alpha=0.18, linewidth=0, color=colour)
+    axes.fill_between(edits, means - deviations, means + deviations, alpha=0.18, linewidth=0, color=colour)
 
 
-def _over_edits(axes: Axes, edits: Sequence[int]) -> None:
+def _over_edits(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
+    edits = sorted({row["edits"] for row in rows})
     axes.set_xscale("log", base=2)
-    axes.set_xticks(sorted(set(edits)), [str(number) for number in sorted(set(edits))])
+    axes.set_xticks(edits, [str(number) for number in edits])
     axes.minorticks_off()
     axes.set_xlabel("edits at once")
     axes.grid(alpha=0.3)
 
 
-def _scaling(result: dict[str, Any]) -> Figure:
-    figure, panels = _figure(len(PANELS))
-    names = list(dict.fromkeys(row["variant"] for row in result["rows"]))
-    for axes, (name, title) in zip(panels, PANELS.items(), strict=True):
-        for variant in names:
-            rows = [row for row in result["rows"] if row["variant"] == variant]
-            method = METHODS.get(variant, _OTHER)
-            _band(axes, rows, name, 100, rows[0]["label"], method.colour, method.marker)
-        befores = [row[f"{name}_before"]["mean"] for row in result["rows"] if row[f"{name}_before"]]
-        if befores:
+def _scaling(result: dict[str, Any]) -> tuple[Figure, str]:
+    figure, panels = new_figure(len(PANELS), 3.6 * len(PANELS) + 1, 3.4)
+    rows = result["rows"]
+    for axes, (name, label) in zip(panels, PANELS.items(), strict=True):
+        _variant_bands(axes, rows, name, 100)
+        if befores := [row[f"{name}_before"]["mean"] for row in rows if row[f"{name}_before"]]:
             axes.axhline(100 * sum(befores) / len(befores), color="grey", linestyle=":", label="unedited")
-        _over_edits(axes, [row["edits"] for row in result["rows"]])
-        axes.set_ylim(0, 103)
-        axes.set_ylabel(f"{title}, right tokens (%)")
+        _over_edits(axes, rows)
+        axes.set(ylim=(0, 103), ylabel=label)
     panels[0].legend(fontsize=7)
-    _title(figure, result, "Right answers over the number of edits")
-    return figure
+    return figure, "Right answers over the number of edits"
 
 
-def _bars(result: dict[str, Any], labels: Sequence[str], title: str) -> Figure:
-    labels = [
-        f"{label} ({row['seeds']} of {len(result['seeds'])} seeds)" if row["seeds"] and row["errors"] else label
-        for label, row in zip(labels, result["rows"], strict=True)
-    ]
-    figure, panels = _figure(len(PANELS), height=1.2 + 0.34 * len(labels))
+def _bars(result: dict[str, Any]) -> tuple[Figure, str]:
+    """The variants at the largest number of edits, where they differ most; the others are in the table."""
+    most = max(row["edits"] for row in result["rows"])
+    rows = [row for row in result["rows"] if row["edits"] == most]
+    labels = []
+    for row in rows:
+        label = row["label"]
+        if "rounds" in row:
+            label += ", at once" if row["rounds"] == 1 else f", {row['rounds']} rounds, {row['way']}"
+        if row["seeds"] and row["errors"]:
+            label += f" ({row['seeds']} of {len(result['seeds'])} seeds)"
+        labels.append(label)
+    figure, panels = new_figure(len(PANELS), 3.6 * len(PANELS) + 1, 1.2 + 0.34 * len(rows))
     for axes, (name, text) in zip(panels, PANELS.items(), strict=True):
-        for place, row in enumerate(result["rows"]):
+        for place, row in enumerate(rows):
             if row[name] is None:
                 axes.text(1, place, "failed", va="center", fontsize=8, color="C3")
                 continue
-            axes.barh(
-                place, 100 * row[name]["mean"], xerr=100 * row[name]["deviation"], color=f"C{place % 10}", alpha=0.8
-            )
-        axes.set_yticks(range(len(labels)), labels if axes is panels[0] else [""] * len(labels), fontsize=8)
+            mean, deviation = 100 * row[name]["mean"], 100 * row[name]["deviation"]
+            axes.barh(place, mean, xerr=deviation, color=f"C{place % 10}", alpha=0.8)
+        axes.set_yticks(range(len(rows)), labels if axes is panels[0] else [""] * len(rows), fontsize=8)
         axes.invert_yaxis()
-        axes.set_xlim(0, 103)
-        axes.set_xlabel(f"{text}, right tokens (%)")
+        axes.set(xlim=(0, 103), xlabel=text)
         axes.grid(alpha=0.3, axis="x")
-    _title(figure, result, title)
-    return figure
+    return figure, _BAR_TITLES[result["experiment"]].format(most)
 
 
-def _ablation(result: dict[str, Any]) -> Figure:
-    return _bars(result, [row["label"] for row in result["rows"]], f"Ablation, {result['rows'][0]['edits']} edits")
-
-
-def _rounds(result: dict[str, Any]) -> Figure:
-    labels = [
-        f"{row['label']}, " + ("at once" if row["rounds"] == 1 else f"{row['rounds']} rounds, {row['way']}")
-        for row in result["rows"]
-    ]
-    return _bars(result, labels, f"Sequential editing, {result['rows'][0]['edits']} edits in all")
-
-
-def _cancellation(result: dict[str, Any]) -> Figure:
-    figure, (axes,) = _figure(1, width=4.6)
-    for variant in dict.fromkeys(row["variant"] for row in result["rows"]):
-        rows = [row for row in result["rows"] if row["variant"] == variant]
-        method = METHODS.get(_LIKE.get(variant, variant), _OTHER)
-        _band(axes, rows, "mean_residual", 1, rows[0]["label"], method.colour)
-    axes.set_yscale("log")
-    _over_edits(axes, [row["edits"] for row in result["rows"]])
-    axes.set_ylabel("mean residual MR (no unit)")
+def _cancellation(result: dict[str, Any]) -> tuple[Figure, str]:
+    figure, (axes,) = new_figure(1, 5.6, 3.4)
+    _variant_bands(axes, result["rows"], "mean_residual")
+    _over_edits(axes, result["rows"])
+    axes.set(yscale="log", ylabel="mean residual MR (no unit)")
     axes.legend(fontsize=8)
-    _title(figure, result, "Cancellation")
-    return figure
+    return figure, "Cancellation"
 
 
-def _memory(result: dict[str, Any]) -> Figure:
-    figure, (axes,) = _figure(1, width=4.6)
+def _memory(result: dict[str, Any]) -> tuple[Figure, str]:
+    figure, (axes,) = new_figure(1, 5.6, 3.4)
     for place, (way, label) in enumerate(WAYS.items()):
         rows = [row for row in result["rows"] if row["way"] == way]
-        _band(axes, rows, "peak_mb", 1, label, f"C{place}", "os"[place])
+        _band(axes, rows, "peak_mb", label, f"C{place}", "os"[place])
         for row in rows:
             if "ran_out" in row:
                 axes.plot(row["edits"], 1024 * row["ran_out"], "x", color=f"C{place}")
                 axes.annotate(f"more than {row['ran_out']:g} GB", (row["edits"], 1024 * row["ran_out"]), fontsize=7)
-    _over_edits(axes, [row["edits"] for row in result["rows"]])
+    _over_edits(axes, result["rows"])
     axes.set_ylim(bottom=0)
     axes.set_ylabel("peak memory of the process (MB)")
     axes.legend(fontsize=8)
-    _title(figure, result, "One meta-training step, one process each")
-    return figure
+    return figure, "One meta-training step, one process each"
 
 
-def _recipes(result: dict[str, Any]) -> Figure:
-    """The largest number of edits, where they differ most; the others are in the table."""
-    most = max(row["edits"] for row in result["rows"])
-    rows = [row for row in result["rows"] if row["edits"] == most]
-    return _bars({**result, "rows": rows}, [row["label"] for row in rows], f"Other settings, {most} edits")
-
-
-_MAKERS: dict[str, Callable[[dict[str, Any]], Figure]] = {
+_MAKERS: dict[str, Callable[[dict[str, Any]], tuple[Figure, str]]] = {
     "scaling": _scaling,
-    "ablation": _ablation,
-    "rounds": _rounds,
     "cancellation": _cancellation,
     "memory": _memory,
-    "recipes": _recipes,
+    **dict.fromkeys(_BAR_TITLES, _bars),
 }

@@ -6,44 +6,42 @@ from collections.abc import Mapping
 from typing import Any
 
 from malmen.methods.registry import METHODS
+from malmen.tune.experiments.memory import WAYS
+from malmen.tune.experiments.settings import CANCELLING
 
 SCORE = "harmonic mean of ES, GS and LS (LS as a share of the unedited model's)"
 _MANY = 32  # edits from which on MALMEN is to be ahead
-_CANCELLING = 256  # edits at which the residuals are compared, if they were measured
+_CANCELLATION_EDITS = 256  # edits at which the residuals are compared, if they were measured
 _SAME_SCORE = 0.005  # largest difference of scores that count as the same
 
 
 def findings(results: Mapping[str, Any]) -> list[tuple[str, bool]]:
     """Sentences with numbers, each true or false by the numbers."""
-    rows: list[tuple[str, bool]] = []
-    for kind, check in (("scaling", _ahead), ("cancellation", _residuals), ("rounds", _union), ("memory", _flat)):
-        if kind in results:
-            rows += check(results[kind]["rows"])
-    return rows
+    checks = {"scaling": _ahead, "cancellation": _residuals, "rounds": _union, "memory": _flat}
+    return [found for kind, check in checks.items() if kind in results for found in check(results[kind]["rows"])]
 
 
-def _mean(row: dict[str, Any] | None, name: str) -> float | None:
+def _mean(rows: list[dict[str, Any]], name: str, **wanted: Any) -> float | None:
+    """A number of the first row with these values; None if there is no such row, or it failed."""
+    row = next((row for row in rows if all(row.get(key) == value for key, value in wanted.items())), None)
     return row[name]["mean"] if row and row[name] else None
-
-
-def _find(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any] | None:
-    return next((row for row in rows if all(row.get(key) == value for key, value in wanted.items())), None)
 
 
 def _ahead(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
     """MALMEN's harmonic mean of ES, GS and LS beside each rival's; MALMEN is not ahead if one of its seeds failed."""
     sentences = []
     for edits in sorted({row["edits"] for row in rows if row["edits"] >= _MANY}):
-        mine = _mean(_find(rows, variant="malmen", edits=edits), "score")
-        others = [row for name in METHODS if name != "malmen" and (row := _find(rows, variant=name, edits=edits))]
-        scores = {row["label"]: _mean(row, "score") for row in others}
-        if _find(rows, variant="malmen", edits=edits) is None or not scores:
+        same = {row["variant"]: row for row in rows if row["edits"] == edits}
+        rivals = [same[name] for name in METHODS if name != "malmen" and name in same]
+        if "malmen" not in same or not rivals:
             continue
+        mine = _mean([same["malmen"]], "score")
+        scores = {row["label"]: _mean([row], "score") for row in rivals}
         theirs = ", ".join(f"{label} {_percent(value)}" for label, value in scores.items())
         text = f"at {edits} edits MALMEN's {SCORE}, {_percent(mine)}, is above {theirs}"
         numbers = [value for value in scores.values() if value is not None]
-        held = mine is not None and bool(numbers) and all(mine > value for value in numbers)
-        if lacking := [row["label"] for row in rows if row["edits"] == edits and row["errors"]]:
+        held = mine is not None and bool(numbers) and mine > max(numbers)
+        if lacking := [row["label"] for row in same.values() if row["errors"]]:
             text += f" (not all seeds: {', '.join(lacking)})"
         sentences.append((text, held and "MALMEN" not in lacking))
     return sentences
@@ -55,9 +53,8 @@ def _percent(value: float | None) -> str:
 
 def _residuals(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
     numbers = [row["edits"] for row in rows]
-    edits = _CANCELLING if _CANCELLING in numbers else max(numbers, default=0)
-    mine = _mean(_find(rows, variant="squares_answer", edits=edits), "mean_residual")
-    theirs = _mean(_find(rows, variant="sum_answer", edits=edits), "mean_residual")
+    edits = _CANCELLATION_EDITS if _CANCELLATION_EDITS in numbers else max(numbers, default=0)
+    mine, theirs = (_mean(rows, "mean_residual", variant=name, edits=edits) for name in CANCELLING)
     text = f"at {edits} edits the mean residual of least squares is at least 100 times below that of a sum"
     if not mine or theirs is None:
         return [(f"{text}: at least one of them failed", False)]
@@ -65,8 +62,7 @@ def _residuals(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
 
 
 def _union(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
-    once, union = (_find(rows, variant="malmen", way=way) for way in ("at once", "union"))
-    first, second = _mean(once, "score"), _mean(union, "score")
+    first, second = (_mean(rows, "score", variant="malmen", way=way) for way in ("at once", "union"))
     text = "in rounds, least squares over the union scores as at once"
     if first is None or second is None:
         return [(f"{text}: at least one of them failed", False)]
@@ -74,24 +70,19 @@ def _union(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
 
 
 def _flat(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
-    """Growth with the edits of the memory that a step adds to the process."""
-    ways = {way: {row["edits"]: row for row in rows if row["way"] == way} for way in ("decomposed", "concatenated")}
-    mine, graph = ways.values()
+    """Growth with the edits of the memory that a step adds to the process; the mean over seeds."""
+    rows = sorted(rows, key=lambda row: int(row["edits"]))
+    mine, graph = ([row for row in rows if row["way"] == way] for way in WAYS)
     if len(mine) < 2 or len(graph) < 2:
         return []
-    few, many = min(mine), max(mine)
-    text = f"from {few} to {many} edits the memory of the decomposed step grows by less than a tenth of one graph's"
-    if any("peak_mb" not in row for row in (*mine.values(), graph[min(graph)])):
+    growth = f"from {mine[0]['edits']} to {mine[-1]['edits']} edits"
+    text = f"{growth} the memory of the decomposed step grows by less than a tenth of one graph's"
+    if any("peak_mb" not in row for row in (*mine, graph[0])):
         return [(f"{text}: at least one of them failed", False)]
-    text += f": from {_added_mb(mine[few]):.0f} to {_added_mb(mine[many]):.0f} MB beside libraries and model"
-    last = graph[max(graph)]
-    if "peak_mb" not in last:
-        return [(f"{text}; one graph {'ran out' if 'ran_out' in last else 'failed'}", "ran_out" in last)]
-    first = graph[min(graph)]
-    held = 10 * (_added_mb(mine[many]) - _added_mb(mine[few])) <= _added_mb(last) - _added_mb(first)
-    return [(f"{text}; one graph's from {_added_mb(first):.0f} to {_added_mb(last):.0f} MB", held)]
-
-
-def _added_mb(row: dict[str, Any]) -> float:
-    """What a step adds to the memory of the process; the mean over seeds."""
-    return float(row["added_mb"]["mean"])
+    few, many = (row["added_mb"]["mean"] for row in (mine[0], mine[-1]))
+    text += f": from {few:.0f} to {many:.0f} MB beside libraries and model"
+    if "peak_mb" not in graph[-1]:
+        ran_out = "ran_out" in graph[-1]
+        return [(f"{text}; one graph {'ran out' if ran_out else 'failed'}", ran_out)]
+    first, last = (row["added_mb"]["mean"] for row in (graph[0], graph[-1]))
+    return [(f"{text}; one graph's from {first:.0f} to {last:.0f} MB", 10 * (many - few) <= last - first)]

@@ -29,7 +29,9 @@ def measure_memory(config: Config, way: str, edits: int, seed: int, limit_gb: fl
     raw = config.model_dump(mode="json") | {"seed": seed}
     raw["model"]["device"] = "cpu"  # the peak of a process does not count a GPU's memory
     raw["batch"] |= _BATCHES
-    request = json.dumps({"config": raw, "way": way, "edits": edits, "limit_gb": limit_gb})
+    # Exactly this number: a preset may draw the number of edits anew for each step.
+    raw["training"] |= {"num_edits": edits, "min_edits": None}
+    request = json.dumps({"config": raw, "way": way, "limit_gb": limit_gb})
     command = [sys.executable, "-m", "malmen.tune.experiments.memory"]
     row: dict[str, Any] = {"way": way, "edits": edits, "seed": seed}
     environment = {**os.environ, **_ALLOCATOR}
@@ -48,7 +50,7 @@ def measure_memory(config: Config, way: str, edits: int, seed: int, limit_gb: fl
     return row | {"error": last}
 
 
-def _step(config: Config, way: str, edits: int) -> dict[str, Any]:
+def _step(config: Config, way: str) -> dict[str, Any]:
     from malmen.data.sampling import Sampler
     from malmen.data.splits import training_records
     from malmen.lm.model import fact_encoder, load_lm
@@ -56,14 +58,13 @@ def _step(config: Config, way: str, edits: int) -> dict[str, Any]:
     from malmen.methods.concatenated import concatenated_backward
     from malmen.training import make_editor
 
-    # Exactly this number: a preset may draw the number of edits anew for each step.
-    changed = config.training.model_copy(update={"num_edits": edits, "min_edits": None})
-    sized = config.model_copy(update={"training": changed})
-    lm = load_lm(sized.model)
-    editor = make_editor(lm, sized)
-    batch = Sampler(sized, fact_encoder(lm, sized.data), training_records(sized)).batch(0)
-    assert len(batch.edits) == edits, (len(batch.edits), edits)
-    before = _reset_peak()
+    lm = load_lm(config.model)
+    editor = make_editor(lm, config)
+    batch = Sampler(config, fact_encoder(lm, config.data), training_records(config)).batch(0)
+    assert len(batch.edits) == config.training.num_edits, (len(batch.edits), config.training.num_edits)
+    with suppress(OSError):  # loading the model has raised the peak: reset it where the system can
+        Path("/proc/self/clear_refs").write_text("5")
+    before = _peak_mb()
     if way == "decomposed":
         meta_step(lm, editor, batch)
     else:
@@ -72,31 +73,24 @@ def _step(config: Config, way: str, edits: int) -> dict[str, Any]:
     return {"peak_mb": _peak_mb(), "before_mb": before}
 
 
-def _reset_peak() -> float:
-    """Reset the peak, which loading the model has raised, where the system can; the memory held now, in MB."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-    return _peak_mb()
-
-
 def _peak_mb() -> float:
     status = Path("/proc/self/status")
     if status.exists() and (match := re.search(r"VmHWM:\s*(\d+) kB", status.read_text())):
         return int(match[1]) / 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (1024 * 1024 if sys.platform == "darwin" else 1024)
+    from malmen.lm.devices import peak_memory_mb
+
+    return peak_memory_mb()["rss"]
 
 
 def _main() -> None:
     request = json.load(sys.stdin)
-    size = int(request["limit_gb"] * 2**30)
     import torch  # before the limit: its libraries take address space that is no memory
 
     torch.set_num_threads(1)
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
-    room = pages * resource.getpagesize() + size
+    room = pages * resource.getpagesize() + int(request["limit_gb"] * 2**30)
     resource.setrlimit(resource.RLIMIT_AS, (room, room))
-    print(json.dumps(_step(parse_config(request["config"], "the config"), request["way"], request["edits"])))
+    print(json.dumps(_step(parse_config(request["config"], "the config"), request["way"])))
 
 
 if __name__ == "__main__":

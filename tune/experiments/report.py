@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from malmen.metrics import ENDED, GENERATED, METRICS
 from malmen.runs.files import atomic_file
-from malmen.tune.experiments.cells import Cells
+from malmen.tune.experiments.cells import ABOUT, Cells
 from malmen.tune.experiments.findings import findings
 from malmen.tune.experiments.settings import KINDS
 
@@ -35,14 +35,11 @@ RESIDUAL_COLUMNS = {"mean_residual": "MR", **_LABELS, "locality_agreement": "agr
 
 def write_report(folder: Path) -> Path:
     """The page of a folder of experiments, from its JSON files alone; returns its path."""
-    files = {kind: folder / "results" / f"{kind}.json" for kind in KINDS}
-    results = {kind: json.loads(path.read_text(encoding="utf-8")) for kind, path in files.items() if path.exists()}
-    pictures = {kind: path.with_suffix(".svg") for kind, path in files.items()}
-    about = json.loads((folder / "experiment.json").read_text(encoding="utf-8"))
+    files = {kind: path for kind in KINDS if (path := folder / "results" / f"{kind}.json").exists()}
     page = render(
-        results,
-        about,
-        {kind: path.read_bytes() for kind, path in pictures.items() if kind in results and path.exists()},
+        {kind: json.loads(path.read_text(encoding="utf-8")) for kind, path in files.items()},
+        json.loads((folder / ABOUT).read_text(encoding="utf-8")),
+        {kind: picture.read_bytes() for kind, path in files.items() if (picture := path.with_suffix(".svg")).exists()},
         sorted(Cells(folder).codes()),
     )
     atomic_file(folder / REPORT, page)
@@ -53,15 +50,12 @@ def render(
     results: Mapping[str, Any], about: Mapping[str, Any], pictures: Mapping[str, bytes], codes: Sequence[str]
 ) -> str:
     """The page as HTML; `about` is experiment.json, `pictures` are SVG files by experiment."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+    loader = PackageLoader("malmen.tune.experiments")
+    templates = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     settings = {"experiment": about["experiment"], "config": about["config"]}
-    return environment.get_template("report.html").render(
+    return templates.get_template(REPORT).render(
         title=f"Editing {about['config']['model']['name']}: MALMEN and its rivals",
         **settings,
         settings=json.dumps(settings, indent=1, ensure_ascii=False),
@@ -73,7 +67,6 @@ def render(
         residual_columns=RESIDUAL_COLUMNS,
         measured_columns=_measured_columns,
         number=_number,
-        megabytes=_megabytes,
     )
 
 
@@ -85,12 +78,9 @@ def _measured_columns(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, s
 def _number(name: str, value: Mapping[str, float] | None) -> str:
     if value is None:
         return "–"
+    mean, deviation = value["mean"], value["deviation"]
     if name.endswith("_seconds"):
-        return f"{value['mean']:.1f}"
+        return f"{mean:.1f}"
     if name == "mean_residual":
-        return f"{value['mean']:.3g}"
-    return f"{100 * value['mean']:.1f} ± {100 * value['deviation']:.1f}"
-
-
-def _megabytes(value: Mapping[str, float]) -> str:
-    return f"{value['mean']:.0f} ± {value['deviation']:.0f}"
+        return f"{mean:.3g}"
+    return f"{mean:.0f} ± {deviation:.0f}" if name.endswith("_mb") else f"{100 * mean:.1f} ± {100 * deviation:.1f}"

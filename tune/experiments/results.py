@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -13,7 +14,7 @@ from malmen.config import Config
 from malmen.methods.registry import METHODS
 from malmen.metrics import BEFORE, BY_TOKENS, ENDED, GENERATED, METRICS
 from malmen.runs.files import atomic_file
-from malmen.tune.experiments.cells import MEMORY, Cell, Cells
+from malmen.tune.experiments.cells import Cell, Cells
 from malmen.tune.experiments.figures import draw
 from malmen.tune.experiments.memory import WAYS
 from malmen.tune.experiments.settings import ExperimentConfig
@@ -32,8 +33,8 @@ def write_results(settings: ExperimentConfig, config: Config, folder: Path, kind
     (folder / "results").mkdir(exist_ok=True)
     written = []
     for kind in sorted(kinds):
-        about = {"experiment": kind, "model": config.model.name, "seeds": settings.seeds}
-        result = {**about, **_result(kind, settings, config, Cells(folder))}
+        result = {"experiment": kind, "model": config.model.name, "seeds": settings.seeds}
+        result |= _result(kind, settings, config, Cells(folder))
         path = folder / "results" / f"{kind}.json"
         atomic_file(path, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
         draw(result, path.parent)
@@ -44,12 +45,12 @@ def write_results(settings: ExperimentConfig, config: Config, folder: Path, kind
 def summary(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Mean and standard deviation over seeds of each number, and the errors of the seeds that failed."""
     good = [cell for cell in cells if "scores" in cell]
-    row: dict[str, Any] = {"seeds": len(good), "errors": sorted({cell["error"] for cell in cells if "error" in cell})}
-    for name in NUMBERS:
-        row[name] = spread([cell["scores"].get(name) for cell in good])
-    for name in ("score", "edit_seconds", "training_seconds"):
-        row[name] = spread([cell[name] for cell in good])
-    return row
+    return {
+        "seeds": len(good),
+        "errors": sorted({cell["error"] for cell in cells if "error" in cell}),
+        **{name: spread([cell["scores"].get(name) for cell in good]) for name in NUMBERS},
+        **{name: spread([cell[name] for cell in good]) for name in ("score", "edit_seconds", "training_seconds")},
+    }
 
 
 def spread(values: Sequence[float | None]) -> dict[str, Any] | None:
@@ -62,30 +63,24 @@ def spread(values: Sequence[float | None]) -> dict[str, Any] | None:
 
 
 def _result(kind: str, settings: ExperimentConfig, config: Config, store: Cells) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = []
     if kind == "memory":
-        return _memory(settings, store)
-    if kind == "failures":
-        return _failures(settings, store)
-    rows = []
-    for row in rows_of(kind, settings, config):
-        cells = [store.get(Cell(row.variant.name, seed, row.edits, row.rounds, row.way)) for seed in settings.seeds]
-        about = {"variant": row.variant.name, "label": row.variant.label(), "edits": row.edits}
-        in_rounds = {"rounds": row.rounds, "way": row.way} if kind == "rounds" else {}
-        rows.append({**about, **summary([cell for cell in cells if cell is not None]), **in_rounds})
-    return {"rows": rows, **({"recipes": settings.recipes} if kind == "recipes" else {})}
-
-
-def _memory(settings: ExperimentConfig, store: Cells) -> dict[str, Any]:
-    path = store.folder / "cells" / MEMORY
-    measured = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    rows = []
-    for way in WAYS:
-        for edits in sorted(settings.memory_edits):
-            same = [row for row in measured if (row["way"], row["edits"]) == (way, edits)]
-            same = [row for row in same if row["seed"] in settings.seeds]
-            if same:
+        measured = [row for row in store.memory() if row.get("seed") in settings.seeds]
+        for way, edits in itertools.product(WAYS, sorted(settings.memory_edits)):
+            if same := [row for row in measured if (row["way"], row["edits"]) == (way, edits)]:
                 rows.append({"way": way, "edits": edits, **memory_summary(same)})
-    return {"rows": rows, "limit_gb": settings.memory_gb}
+        return {"rows": rows, "limit_gb": settings.memory_gb}
+    if kind == "failures":  # of the first seed, at the largest number of edits
+        most = max(settings.edits)
+        for name in settings.methods:
+            failures = store.get(Cell(name, settings.seeds[0], most)).get("failures", [])
+            rows += [{"variant": name, "label": METHODS[name].label, **failure} for failure in failures]
+        return {"edits": most, "rows": rows}
+    for row in rows_of(kind, settings, config):
+        about = {"variant": row.variant.name, "label": row.variant.label, "edits": row.edits}
+        in_rounds = {"rounds": row.rounds, "way": row.way} if kind == "rounds" else {}
+        rows.append({**about, **summary([store.get(Cell.of(row, seed)) for seed in settings.seeds]), **in_rounds})
+    return {"rows": rows, **({"recipes": settings.recipes} if kind == "recipes" else {})}
 
 
 def memory_summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -97,13 +92,3 @@ def memory_summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "peak_mb": spread([row["peak_mb"] for row in rows]),
         "added_mb": spread([row["peak_mb"] - row["before_mb"] for row in rows]),  # by the step
     }
-
-
-def _failures(settings: ExperimentConfig, store: Cells) -> dict[str, Any]:
-    """The failures of the first seed, at the largest number of edits."""
-    rows = []
-    for name in settings.methods:
-        cell = store.get(Cell(name, settings.seeds[0], max(settings.edits)))
-        label = METHODS[name].label
-        rows += [{"variant": name, "label": label, **row} for row in (cell or {}).get("failures", [])]
-    return {"edits": max(settings.edits), "rows": rows}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,82 +16,71 @@ from malmen.data.splits import check_held_out, shared_facts, training_records, v
 from malmen.errors import EditError, last_line
 from malmen.platform.cluster import connected
 from malmen.platform.tracking.tracker import Tracker
-from malmen.runs.files import atomic_file, exclusive_folder
+from malmen.runs.files import exclusive_folder
 from malmen.training import check_enough
-from malmen.tune.experiments.cells import MEMORY, Cells, Group, code_version, groups_of
-from malmen.tune.experiments.folder import begin_folder
+from malmen.tune.experiments.cells import Cell, Cells, Group, begin_folder, code_version, groups_of
 from malmen.tune.experiments.memory import WAYS, measure_memory
 from malmen.tune.experiments.results import write_results
 from malmen.tune.experiments.settings import KINDS, ExperimentConfig, base_config
 from malmen.tune.experiments.work import do_cells
-
-
-@dataclass
-class ExperimentListener:
-    """Callbacks: `progress` with cells done and cells in all, `event` with a remark."""
-
-    progress: Callable[[int, int], None] = lambda done, total: None
-    event: Callable[[str], None] = lambda text: None
+from malmen.tune.follow import ProgressListener
 
 
 def run_experiments(
-    settings: ExperimentConfig, kinds: Sequence[str], out: Path, *, address: str | None = None,
-    listener: ExperimentListener | None = None,
+    settings: ExperimentConfig, kinds: Collection[str], out: Path, *, address: str | None = None,
+    listener: ProgressListener | None = None,
 ) -> list[Path]:  # fmt: skip
     """Run or resume these experiments in `out`; returns the file of results of each."""
-    listener, wanted = listener or ExperimentListener(), set(kinds)
-    assert wanted <= set(KINDS), kinds
+    listener = listener or ProgressListener()
+    assert set(kinds) <= set(KINDS), kinds
     config = base_config(settings)
     check_held_out(config)
     folder = out.absolute()
-    groups = groups_of(settings, config, wanted)
+    groups = groups_of(settings, config, kinds)
     for group in groups:
         needed = max(cell.edits for cell in group.cells)
         records = check_enough(validation_records(group.variant.seeded(group.seed)), needed)
     if groups and (shared := shared_facts(config, training_records(config)(0), records)):
         listener.event(shared)
     with exclusive_folder(folder):
-        return _run(settings, wanted, config, folder, groups, address, listener)
-
-
-def _run(
-    settings: ExperimentConfig, wanted: set[str], config: Config, folder: Path, groups: Sequence[Group],
-    address: str | None, listener: ExperimentListener,
-) -> list[Path]:  # fmt: skip
-    begin_folder(folder, settings, config)
-    if others := sorted(Cells(folder).codes() - {code_version()}):
-        listener.event(f"{folder} holds measurements of other code: {'; '.join(others)}; this is {code_version()}")
-    with Tracker.start(config, str(folder), {"malmen.experiment": ",".join(sorted(wanted))}) as tracker:
-        losses = _run_groups(groups, settings, folder, config, address, listener)
-        if "memory" in wanted:
-            _run_memory(settings, config, folder, listener)
-        written = write_results(settings, config, folder, wanted)
-        _log(tracker, groups, folder, written)
+        begin_folder(folder, settings, config)
+        store = Cells(folder)
+        if others := sorted(store.codes() - {code_version()}):
+            listener.event(f"{folder} holds measurements of other code: {'; '.join(others)}; this is {code_version()}")
+        with Tracker.start(config, str(folder), {"malmen.experiment": ",".join(sorted(kinds))}) as tracker:
+            losses = _run_groups(groups, settings, store, config, address, listener)
+            if "memory" in kinds:
+                _run_memory(settings, config, store, listener)
+            written = write_results(settings, config, folder, kinds)
+            _log(tracker, [cell for group in groups for cell in group.cells], store)
+            if written:
+                tracker.log_artifacts(written[0].parent, "results")
     if losses:
         raise EditError(f"{'; '.join(losses)}; the results of the others are in {folder}, the same command tries again")
     return written
 
 
 def _run_groups(
-    groups: Sequence[Group], settings: ExperimentConfig, folder: Path, config: Config, address: str | None,
-    listener: ExperimentListener,
+    groups: Sequence[Group], settings: ExperimentConfig, store: Cells, config: Config, address: str | None,
+    listener: ProgressListener,
 ) -> list[str]:  # fmt: skip
     """Run the groups with open cells as Ray tasks; returns a message for each task that Ray lost."""
-    store, cells = Cells(folder), [cell for group in groups for cell in group.cells]
-    waiting = [group for group in groups if not all(map(store.done, group.cells))]
+    cells = [cell for group in groups for cell in group.cells]
+    queue = [group for group in groups if not all(map(store.done, group.cells))]
     listener.progress(sum(map(store.done, cells)), len(cells))
     losses: list[str] = []
-    if not waiting:
+    if not queue:
         return losses
     with connected(address, config.cluster):
-        gpus = _task_gpus(settings)
-        task = ray.remote(num_cpus=settings.cpus, num_gpus=gpus, max_retries=2)(do_cells)
+        task = ray.remote(num_cpus=settings.cpus, num_gpus=_task_gpus(settings), max_retries=2)(do_cells)
         running: dict[Any, Group] = {}
-        queue = list(waiting)
         while queue or running:
-            for group in _startable(queue, list(running.values())):
-                queue.remove(group)
-                running[task.remote(group, settings, folder)] = group
+            busy = {group.editor for group in running.values()}
+            for group in list(queue):
+                if group.editor is None or group.editor not in busy:  # of two that share an editor, the second waits
+                    busy.add(group.editor)
+                    queue.remove(group)
+                    running[task.remote(group, settings, store.folder)] = group
             ended, _ = ray.wait(list(running), num_returns=1, timeout=2)
             for reference in ended:
                 group = running.pop(reference)
@@ -102,7 +89,7 @@ def _run_groups(
                 except RayError as error:
                     losses.append(f"{group}: {last_line(error)}")
                     for cell in group.cells:
-                        if store.get(cell) is None:
+                        if not store.get(cell):
                             store.put(cell, {"error": losses[-1]})
                 listener.event(f"{group}: ended")
             listener.progress(sum(map(store.done, cells)), len(cells))
@@ -119,23 +106,9 @@ def _task_gpus(settings: ExperimentConfig) -> float:
     return gpus
 
 
-def _startable(queue: Sequence[Group], running: Sequence[Group]) -> list[Group]:
-    """The groups whose editor no other group is training: of two that share an editor, the second waits."""
-    busy = {group.editor for group in running if group.editor}
-    startable = []
-    for group in queue:
-        if group.editor not in busy:
-            startable.append(group)
-        if group.editor:
-            busy.add(group.editor)
-    return startable
-
-
-def _run_memory(settings: ExperimentConfig, config: Config, folder: Path, listener: ExperimentListener) -> None:
+def _run_memory(settings: ExperimentConfig, config: Config, store: Cells, listener: ProgressListener) -> None:
     """One process of one core for each measurement, as many at a time as cores and memory allow."""
-    path = folder / "cells" / MEMORY
-    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    rows = [row for row in rows if "error" not in row and "seed" in row]  # failures are tried again
+    rows = [row for row in store.memory() if "error" not in row and "seed" in row]  # failures are tried again
     done = {(row["way"], row["edits"], row["seed"]) for row in rows}
     wanted = [(way, edits, seed) for way in WAYS for edits in settings.memory_edits for seed in settings.seeds]
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30 / settings.memory_gb
@@ -145,22 +118,17 @@ def _run_memory(settings: ExperimentConfig, config: Config, folder: Path, listen
         for measured in as_completed(waiting):
             row = measured.result()
             rows.append({**row, "code": code_version()})
-            atomic_file(path, json.dumps(rows, indent=1) + "\n")
+            store.put_memory(rows)
             listener.event(f"memory of {row['edits']} edits, {row['way']}, seed {row['seed']}: measured")
     finally:
         pool.shutdown(cancel_futures=True)  # after an interruption only those under way are awaited
 
 
-def _log(tracker: Tracker, groups: Sequence[Group], folder: Path, written: Sequence[Path]) -> None:
-    """Scores by method and seed, over the number of edits; the files as artifacts."""
-    store = Cells(folder)
-    for group in groups:
-        for cell in group.cells:
-            measured = store.get(cell)
-            if measured and "scores" in measured:
-                way = "" if cell.rounds == 1 else f"/{cell.rounds} rounds {cell.way}"
-                prefix = f"{cell.variant}{way}/seed{cell.seed}"
-                numbers = {name: value for name, value in measured["scores"].items() if isinstance(value, int | float)}
-                tracker.log(cell.edits, {f"{prefix}/{name}": float(value) for name, value in numbers.items()})
-    if written:
-        tracker.log_artifacts(written[0].parent, "results")
+def _log(tracker: Tracker, cells: Sequence[Cell], store: Cells) -> None:
+    """Scores by method and seed, over the number of edits."""
+    for cell in cells:
+        way = "" if cell.rounds == 1 else f"/{cell.rounds} rounds {cell.way}"
+        scores = store.get(cell).get("scores", {})
+        numbers = {name: float(value) for name, value in scores.items() if isinstance(value, int | float)}
+        if numbers:
+            tracker.log(cell.edits, {f"{cell.variant}{way}/seed{cell.seed}/{name}": numbers[name] for name in numbers})

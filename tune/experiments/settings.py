@@ -12,7 +12,6 @@ from malmen.config import (
     Config,
     Section,
     absolute_paths,
-    describe_settings,
     load_config,
     parse_config,
     read_override,
@@ -39,13 +38,9 @@ class ExperimentConfig(Section):
     seeds: list[int] = Field(default=[0, 1, 2], min_length=1, description="of training, facts and order")
     methods: list[str] = Field(default=list(METHODS), min_length=1, description="compared by `scaling`")
     edits: list[int] = Field(default=[16, 64, 256], min_length=1, description="numbers of edits, made at once")
-    ablations: list[Ablation] = Field(
-        default=["sum", "no_regularisation", "other_ffn", "other_tokens"], description="changes of MALMEN"
-    )
+    ablations: list[Ablation] = Field(default=list(get_args(Ablation)), description="changes of MALMEN")
     ablation_edits: int = Field(default=256, gt=0, description="edits at which they are compared")
-    recipes: dict[str, dict[str, Any]] = Field(
-        default={}, description="other settings of the editor, as NAME: {section.key: value}, compared by `recipes`"
-    )
+    recipes: dict[str, dict[str, Any]] = Field(default={}, description="NAME: {section.key: value}, for `recipes`")
     rounds: int = Field(default=8, gt=1, description="rounds of sequential editing, together ablation_edits edits")
     memory_edits: list[int] = Field(default=[32, 64, 128, 256, 512], description="edits of a step whose peak is taken")
     memory_gb: float = Field(default=4.0, gt=0, description="a step that needs more counts as having run out")
@@ -88,7 +83,7 @@ def load_experiment(preset: str, overrides: list[str]) -> ExperimentConfig:
     try:
         return ExperimentConfig.model_validate(raw)
     except ValidationError as error:
-        raise usage_error(str(path), error, [row["key"] for row in describe_settings(ExperimentConfig)]) from error
+        raise usage_error(str(path), error, list(ExperimentConfig.model_fields)) from error
 
 
 def base_config(settings: ExperimentConfig) -> Config:

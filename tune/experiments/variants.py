@@ -11,18 +11,13 @@ from malmen.config import Config, DataConfig, full_key, parse_config, set_key
 from malmen.methods.registry import METHODS
 from malmen.tune.experiments.settings import CANCELLING, Ablation, ExperimentConfig
 
-_LABELS = {  # of variants whose names do not read well
-    "sum": "sum of shifts",
-    "squares_answer": "least squares",
-    "sum_answer": "sum of shifts",
-}
-
 
 @dataclass(frozen=True)
 class Variant:
     """A way of editing with all its settings except the seed."""
 
     name: str
+    label: str  # in pictures and tables
     config: Config
     data: DataConfig | None = None  # what it is measured on; None: its own
 
@@ -41,42 +36,36 @@ class Variant:
         values = self.seeded(seed).model_dump(mode="json", exclude=free, exclude_defaults=True)
         return f"seed{seed}-{hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]}"
 
-    def label(self) -> str:
-        """Its name in pictures and tables; a recipe's is its own."""
-        editor = self.config.editor
-        if self.name == "other_ffn":
-            return f"{editor.ffn} FC of the FFN"
-        if self.name == "other_tokens":
-            return "all tokens" if editor.tokens == "all" else "answer tokens only"
-        if self.name in METHODS:
-            return METHODS[self.name].label
-        return _LABELS.get(self.name) or self.name.replace("_", " ")
-
 
 def method_variant(name: str, config: Config) -> Variant:
     """A method of the registry."""
-    return Variant(name, METHODS[name].training_config(config))
+    return Variant(name, METHODS[name].label, METHODS[name].training_config(config))
 
 
 def ablation(name: Ablation, config: Config) -> Variant:
     """MALMEN with one setting changed: the other FFN linear, the other choice of tokens, …"""
-    editor = config.editor
-    changes: dict[Ablation, dict[str, Any]] = {
-        "sum": {"aggregation": "sum"},
-        "no_regularisation": {"regularisation": False},
-        "other_ffn": {"ffn": "first" if editor.ffn == "second" else "second"},
-        "other_tokens": {"tokens": "all" if editor.tokens == "answer" else "answer"},
-    }
-    return Variant(name, config.model_copy(update={"editor": editor.model_copy(update=changes[name])}))
+    ffn = "first" if config.editor.ffn == "second" else "second"
+    tokens, of_tokens = ("all", "all tokens") if config.editor.tokens == "answer" else ("answer", "answer tokens only")
+    label, setting, value = {
+        "sum": ("sum of shifts", "aggregation", "sum"),
+        "no_regularisation": ("no regularisation", "regularisation", False),
+        "other_ffn": (f"{ffn} FC of the FFN", "ffn", ffn),
+        "other_tokens": (of_tokens, "tokens", tokens),
+    }[name]
+    return Variant(name, label, _with_editor(config, {setting: value}))
 
 
 def cancelling(config: Config) -> list[Variant]:
     """Least squares and a sum over the same tokens, those of the answers, as in the paper's Fig. 9."""
-    editor = config.editor.model_copy(update={"tokens": "answer"})
+    labels = {"least_squares": "least squares", "sum": "sum of shifts"}
     return [
-        Variant(name, config.model_copy(update={"editor": editor.model_copy(update={"aggregation": way})}))
+        Variant(name, labels[way], _with_editor(config, {"tokens": "answer", "aggregation": way}))
         for name, way in CANCELLING.items()
     ]
+
+
+def _with_editor(config: Config, changes: dict[str, Any]) -> Config:
+    return config.model_copy(update={"editor": config.editor.model_copy(update=changes)})
 
 
 def recipe(name: str, settings: ExperimentConfig, config: Config) -> Variant:
@@ -84,7 +73,8 @@ def recipe(name: str, settings: ExperimentConfig, config: Config) -> Variant:
     raw = config.model_dump(mode="json")
     for key, value in settings.recipes[name].items():
         set_key(raw, full_key(key), value)
-    return Variant(name, parse_config(raw, f"the recipe {name!r}"), config.data)  # all are measured on the same
+    changed = parse_config(raw, f"the recipe {name!r}")
+    return Variant(name, name.replace("_", " "), changed, config.data)  # all are measured on the same
 
 
 @dataclass(frozen=True)
@@ -101,8 +91,7 @@ def rows_of(kind: str, settings: ExperimentConfig, config: Config) -> list[Row]:
     """The rows of an experiment, in the order of its table; none for `memory`, which evaluates no edit."""
     malmen, number = method_variant("malmen", config), settings.ablation_edits
     if kind in ("scaling", "failures"):
-        variants = [method_variant(name, config) for name in settings.methods]
-        return [Row(variant, edits) for variant in variants for edits in settings.edits]
+        return [Row(method_variant(name, config), edits) for name in settings.methods for edits in settings.edits]
     if kind == "cancellation":
         return [Row(variant, edits) for variant in cancelling(config) for edits in settings.edits]
     if kind == "ablation":

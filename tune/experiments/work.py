@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from malmen.edit_method import EditMethod, UntrainedMethod, finite
 from malmen.edit_set import EditSet, fact_rows
 from malmen.editor import Editor
 from malmen.errors import EditError
-from malmen.evaluate import Evaluation, FactReport, evaluate
+from malmen.evaluate import Evaluation, evaluate
 from malmen.lm.model import LanguageModel, encode_batches, fact_encoder, load_lm
 from malmen.lm.overlay import edited
 from malmen.lm.trace import trace
@@ -30,8 +31,7 @@ from malmen.runs.checkpoint import load_editor
 from malmen.runs.checkpoint_lookup import read_state
 from malmen.runs.files import atomic_file
 from malmen.training import check_enough, train
-from malmen.tune.experiments.cells import Cell, Cells, Group
-from malmen.tune.experiments.folder import check_base_model
+from malmen.tune.experiments.cells import Cell, Cells, Group, check_base_model
 from malmen.tune.experiments.settings import ExperimentConfig
 
 _FAILURES = {"edit": "the edit", "equivalent": "the rephrasing", "unrelated": "an unrelated answer"}  # by kind of fact
@@ -43,50 +43,46 @@ def do_cells(group: Group, settings: ExperimentConfig, folder: Path) -> None:
     waiting = [cell for cell in group.cells if not store.done(cell)]
     if not waiting:
         return
-    variant, config = group.variant, group.variant.seeded(group.seed)
+    config = group.variant.seeded(group.seed)
     lm = load_lm(on_own_device(config.model))
     check_base_model(lm, folder)
     try:
-        method, costs = ready_method(group, lm, folder)
+        method, seconds = _ready_method(group, config, lm, folder)
     except EditError as error:  # e.g. an equation that has no solution without regularisation
         for cell in waiting:
             store.put(cell, {"error": str(error)})
         return
     records = validation_records(config)
-    config = config.model_copy(update={"data": variant.data or config.data})
+    config = config.model_copy(update={"data": group.variant.data or config.data})
     for cell in waiting:
         try:
-            store.put(cell, {**measure(cell, lm, method, records, config, settings), **costs})
+            measured = _measure(cell, lm, method, records, config, settings)
+            store.put(cell, {**measured, "training_seconds": seconds})
         except EditError as error:
             store.put(cell, {"error": str(error)})
 
 
-def ready_method(group: Group, lm: LanguageModel, folder: Path) -> tuple[EditMethod, dict[str, Any]]:
-    """The method, trained if it needs to be, and the `training_seconds` that it took."""
-    config = group.variant.seeded(group.seed)
+def _ready_method(group: Group, config: Config, lm: LanguageModel, folder: Path) -> tuple[EditMethod, float | None]:
+    """The method, trained if it needs to be, and the seconds that this took, if they are known."""
     entry = METHODS.get(group.variant.name)
     if entry is not None and entry.make is not None:
-        method = entry.make(lm, config)
-        return method, {"training_seconds": method.prepare(lm)}
+        untrained = entry.make(lm, config)
+        return untrained, untrained.prepare(lm)
     run_folder = folder / "editors" / group.variant.run_name(group.seed)
     file = run_folder.with_name(f"{run_folder.name}.json")
-    if _is_trained(run_folder, config):  # by a variant with the same editor, or before this one was killed
-        known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"training_seconds": None}
+    done = 0
+    with suppress(EditError):  # no checkpoint yet
+        done = read_state(run_folder)["step"]
+    if done >= config.training.steps:  # by a variant with the same editor, or before this one was killed
+        known = json.loads(file.read_text(encoding="utf-8"))["training_seconds"] if file.exists() else None
         return load_editor(run_folder, lm), known
     run = train(config, run_folder, lm=lm)
-    costs = {"training_seconds": sum(sum(row["seconds"].values()) for row in run.history if "seconds" in row)}
-    atomic_file(file, json.dumps(costs) + "\n")
-    return run.editor, costs
+    seconds = sum(sum(row["seconds"].values()) for row in run.history if "seconds" in row)
+    atomic_file(file, json.dumps({"training_seconds": seconds}) + "\n")
+    return run.editor, seconds
 
 
-def _is_trained(run_folder: Path, config: Config) -> bool:
-    try:
-        return bool(read_state(run_folder)["step"] >= config.training.steps)
-    except EditError:
-        return False
-
-
-def measure(
+def _measure(
     cell: Cell, lm: LanguageModel, method: EditMethod, records: list[EditRecord], config: Config,
     settings: ExperimentConfig,
 ) -> dict[str, Any]:  # fmt: skip
@@ -104,13 +100,8 @@ def measure(
         batches = encode_batches(lm, facts, method.config)
         residual = sum_residual(method, trace(lm, method.layers, batches, config.editor.tokens))
     evaluation = evaluate(lm, records, shifts, config, generate=settings.generate, residual=residual)
-    scores = evaluation.scores()
-    return {
-        "scores": scores,
-        "score": score(scores),
-        "edit_seconds": seconds,
-        "failures": failures_of(evaluation, settings.failures),
-    }
+    scores, failures = evaluation.scores(), _failures(evaluation, settings.failures)
+    return {"scores": scores, "score": score(scores), "edit_seconds": seconds, "failures": failures}
 
 
 def _in_rounds(cell: Cell, lm: LanguageModel, method: EditMethod, facts: Sequence[Fact]) -> dict[str, Tensor]:
@@ -131,20 +122,18 @@ def _in_rounds(cell: Cell, lm: LanguageModel, method: EditMethod, facts: Sequenc
     return finite(shifts)
 
 
-def failures_of(evaluation: Evaluation, number: int) -> list[dict[str, Any]]:
-    """The first failures of each kind: an answer that was not given, or a right one that was lost."""
+def _failures(evaluation: Evaluation, number: int) -> list[dict[str, Any]]:
+    """The first failures of each kind: an answer that was not given, or a right one that was lost.
+
+    Before and after the edit: the generated texts, else the most probable token at each place of the answer.
+    """
     rows = []
     for kind, what in _FAILURES.items():
         wrong = [fact for fact in evaluation.facts if fact.role == kind and not fact.right_after]
-        if kind == "unrelated":
-            wrong = [fact for fact in wrong if fact.right_before]
-        for fact in wrong[:number]:
-            rows.append({"what": what, "prompt": fact.prompt, "answer": fact.answer, **_answers(fact)})
+        for fact in [fact for fact in wrong if kind != "unrelated" or fact.right_before][:number]:
+            about: dict[str, Any] = {"what": what, "prompt": fact.prompt, "answer": fact.answer}
+            if fact.before is not None and fact.after is not None:
+                rows.append({**about, "before": fact.before, "after": fact.after})
+            else:
+                rows.append({**about, "before": fact.forced_before, "after": fact.forced_after, "forced": True})
     return rows
-
-
-def _answers(fact: FactReport) -> dict[str, Any]:
-    """Before and after the edit: the generated texts, else the most probable token at each place of the answer."""
-    if fact.before is not None and fact.after is not None:
-        return {"before": fact.before, "after": fact.after}
-    return {"before": fact.forced_before, "after": fact.forced_after, "forced": True}

@@ -13,8 +13,9 @@ from malmen.errors import EditError, UsageError
 from malmen.tune.experiments import work
 from malmen.tune.experiments.cells import Group
 from malmen.tune.experiments.report import write_report
-from malmen.tune.experiments.runner import ExperimentListener, run_experiments
+from malmen.tune.experiments.runner import run_experiments
 from malmen.tune.experiments.settings import ExperimentConfig
+from malmen.tune.follow import ProgressListener
 
 
 @pytest.mark.ray
@@ -24,7 +25,7 @@ def test_all_experiments_give_numbers_pictures_and_a_page_and_nothing_is_done_tw
     settings: ExperimentConfig, tmp_path: Path
 ) -> None:
     folder, heard = tmp_path / "experiment", []
-    listener = ExperimentListener(lambda done, total: heard.append((done, total)))
+    listener = ProgressListener(lambda done, total: heard.append((done, total)))
     kinds = ("scaling", "ablation", "cancellation", "rounds", "failures")
     written = run_experiments(settings, kinds, folder, listener=listener)
     assert [path.stem for path in written] == sorted(kinds) and heard[-1][0] == heard[-1][1] > 20

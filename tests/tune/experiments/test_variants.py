@@ -25,7 +25,7 @@ def test_variants_differ_in_one_thing_and_those_that_do_not_share_an_editor() ->
     names = {variant.run_name(0) for variant in found.values() if variant.trained}
     assert len(names) == 6 and found["malmen"].run_name(0) != found["malmen"].run_name(1)
     assert ablation("other_ffn", config).config.editor.ffn == "first"
-    assert ablation("other_tokens", config).label() == "all tokens"
+    assert ablation("other_tokens", config).label == "all tokens"
     assert not method_variant("ft", config).trained
 
 
@@ -33,7 +33,7 @@ def test_a_recipe_is_malmen_with_these_settings_and_the_rest_as_it_was() -> None
     settings = load_experiment("world", ["experiment.recipes={slower: {meta_lr: 0.5, training.warmup_steps: 3}}"])
     config = base_config(settings)
     plain, slower = (row.variant for row in rows_of("recipes", settings, config)[:2])
-    assert (plain.name, slower.name, slower.label()) == ("malmen", "slower", "slower")
+    assert (plain.name, slower.name, slower.label) == ("malmen", "slower", "slower")
     changed = config.training.model_copy(update={"meta_lr": 0.5, "warmup_steps": 3})
     assert slower.config == config.model_copy(update={"training": changed})
 
