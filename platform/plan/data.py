@@ -86,11 +86,11 @@ def step_facts(
     unrelated = [pool[: training.unrelated_per_edit] for pool in unrelated]
     if training.locality_tokens == "all":
         unrelated = [[fact.throughout() for fact in pool] for pool in unrelated]
-    step = (
-        [fact for index in range(training.num_edits) for fact in parts[index % len(parts)]]
-        for parts in (edits, equivalents, unrelated)
-    )
-    return StepFacts(*step, tokens, number, source)
+
+    def repeated(parts: list[list[EncodedFact]]) -> list[EncodedFact]:
+        return [fact for index in range(training.num_edits) for fact in parts[index % len(parts)]]
+
+    return StepFacts(repeated(edits), repeated(equivalents), repeated(unrelated), tokens, number, source)
 
 
 def count_traced(layers: Sequence[LayerSpec], edits: Sequence[EncodedFact], tokens: str) -> dict[str, int]:

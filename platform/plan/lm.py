@@ -158,7 +158,8 @@ class _RehearsedSide(LMSide):
 
 def _as_one(blocks: nn.ModuleList, meter: Meter) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
     """Forwards for blocks that are alike: the first runs and counts for all, the others hand on what it gave."""
-    forward, outputs = blocks[0].forward, []
+    forward = blocks[0].forward
+    outputs: list[Any] = []
 
     def run(*args: Any, **kwargs: Any) -> Any:
         meter.weight *= len(blocks)

@@ -37,7 +37,7 @@ def registered_name(config: Config) -> str:
     return config.tracking.registered_model or "malmen-" + re.sub(r"[^\w.-]+", "-", last or "model")
 
 
-def register_editor(client: MlflowClient, run_id: str, checkpoint: Path, config: Config) -> RegisteredEditor:
+def register_editor(client: MlflowClient, run_id: str, checkpoint: str | Path, config: Config) -> RegisteredEditor:
     """Upload a checkpoint to its run and register it as a new version of the model, with its scores and a card."""
     from mlflow.exceptions import MlflowException
 
