@@ -87,6 +87,7 @@ class Editor(nn.Module):
                     edit_lr=settings.edit_lr,
                     damping=settings.damping,
                     preserving=settings.preserving,
+                    parametrisation=settings.parametrisation,
                 )
                 for shape, members in self.groups.items()
             }
@@ -144,11 +145,11 @@ class Editor(nn.Module):
         """λ_ℓ by layer."""
         if not self.config.editor.regularisation:
             return {layer.name: 0.0 for layer in self.layers}
-        return self._scalars(lambda net: net.log_damping)
+        return self._scalars(HyperNetwork.damping)
 
     def edit_lr(self) -> dict[str, float]:
         """η by layer."""
-        return self._scalars(lambda net: net.log_edit_lr)
+        return self._scalars(HyperNetwork.eta)
 
     def solve(self, traces: Traces, *, training: bool = False) -> Solved:
         """Stage (iii): traces to shifts. `training` keeps activations where they fit in one batch."""
@@ -261,7 +262,7 @@ class Editor(nn.Module):
                 yield from batch
 
     def _value_diffs(self, traces: Traces, kept: dict[str, list[HypernetRows]] | None) -> dict[str, Tensor]:
-        dtype = self._net(next(iter(self.groups))).log_edit_lr.dtype
+        dtype = self._net(next(iter(self.groups))).log_damping.dtype
         diffs = {name: torch.empty_like(value_grads, dtype=dtype) for name, (_, value_grads) in traces.items()}
         for part in self._solve_rows(traces, kept):
             diffs[part.layer][part.rows] = part.value_diffs().detach()
@@ -324,7 +325,7 @@ class Editor(nn.Module):
         raise AssertionError(f"{name} is none of {[layer.name for layer in self.layers]}")
 
     def _scalars(self, of: Callable[[HyperNetwork], Tensor]) -> dict[str, float]:
-        values = {shape: of(self._net(shape)).detach().double().exp().tolist() for shape in self.groups}
+        values = {shape: of(self._net(shape)).detach().double().tolist() for shape in self.groups}
         return {
             layer.name: values[shape][index]
             for shape, members in self.groups.items()

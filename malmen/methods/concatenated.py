@@ -54,10 +54,10 @@ def concatenated_backward(lm: LanguageModel, editor: Editor, batch: MetaBatch) -
 def _shift(net: HyperNetwork, index: int, traced: LayerTrace, preserved_weight: float) -> Tensor:
     """S* of a layer, with its graph; by the smaller of the two forms."""
     members = torch.full((len(traced.keys),), index, device=traced.keys.device)
-    keys = traced.keys.to(net.log_edit_lr)
+    keys = traced.keys.to(net.log_damping)
     pseudo_keys, scaled_grads = net(members, keys, traced.value_grads)
     diffs = ((pseudo_keys * keys).sum(-1, keepdim=True) * scaled_grads).double()
-    rows, damping = traced.keys.double(), net.log_damping[index].double().exp()
+    rows, damping = traced.keys.double(), net.damping()[index]
     if len(rows) < rows.shape[1] and net.moments is None:
         factor = torch.linalg.cholesky(rows @ rows.T + damping * torch.eye(len(rows)).to(rows))
         return torch.cholesky_solve(diffs, factor).T @ rows

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from malmen.config import Config, flatten, parse_config
+from malmen.config import Config, flatten, stored_config
 from malmen.errors import EditError
 from malmen.runs.checkpoint_lookup import latest_checkpoint, read_config, read_json, read_state
 from malmen.runs.files import atomic_file, sync
@@ -49,9 +49,9 @@ class RunFolder:
         history = _read_history(store)
         if not checkpoint and not history:  # it failed before its first step: there is nothing to mix
             store.check_writable()
-            same = parse_config(stored["config"], RUN) == config
+            same = stored_config(stored["config"], RUN) == config
             return cls(store, config, None, 0, stored["facts"] if same else {})
-        before = read_config(checkpoint) if checkpoint else parse_config(stored["config"], RUN)
+        before = read_config(checkpoint) if checkpoint else stored_config(stored["config"], RUN)
         _check_same(store, before, config, _PATHS if "data" in stored["facts"] else set())
         done = int(read_state(checkpoint)["step"]) if checkpoint else 0
         unfinished = done == config.training.steps and not stored["facts"].get("finished", True)

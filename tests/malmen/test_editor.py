@@ -86,11 +86,12 @@ VARIANTS: list[dict[str, Any]] = [
     {"layers": "all"},
     {"regularisation": False},
     {"preserved_weight": 2.0},
+    {"parametrisation": "paper"},
 ]
 
 
 def _name(variant: dict[str, Any]) -> str:
-    return "-".join(f"{key}={value}" for key, value in variant.items()) or "paper"
+    return "-".join(f"{key}={value}" for key, value in variant.items()) or "defaults"
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=_name)

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from malmen.config import Config, flatten, parse_config
+from malmen.config import Config, flatten, stored_config
 from malmen.data.splits import data_fingerprint
 from malmen.errors import EditError, UsageError
 from malmen.lm.model import LanguageModel
@@ -51,7 +51,7 @@ def _check_same(folder: Path, about: dict[str, Any], settings: ExperimentConfig)
     before = flatten({
         **about, **earlier,
         "experiment": experiment.model_dump(mode="json"),
-        "config": parse_config(earlier["config"], ABOUT).model_dump(mode="json"),
+        "config": stored_config(earlier["config"], ABOUT).model_dump(mode="json"),
     })  # fmt: skip
     changed = [key for key, value in flatten(about).items() if before.get(key) != value and not key.startswith(_FREE)]
     recipes = {**experiment.recipes, **settings.recipes}
