@@ -286,7 +286,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), settings: Mapp
 
 
 def preset_values(name: str) -> dict[str, Any]:
-    """The settings of a preset by `section.key`; `paper` sets the same keys to their defaults, which are the paper's."""
+    """The settings of a preset by `section.key`; `paper`: the same keys with their defaults, the paper's."""
     if name not in ("paper", "fast"):
         raise UsageError(f"unknown preset {name!r}: expected `paper` or `fast`")
     defaults = {row["key"]: row["default"] for row in describe_settings()}

@@ -96,9 +96,9 @@ class LowRankBlock(nn.Module):
 class HyperNetwork(nn.Module):
     """g_θ for the layers of one shape.
 
-    `parametrisation` decides how far one step of Adam goes. `paper`: η itself is a parameter, and V starts from N(0, 1),
-    so that steps of 1e-5 change what comes out. `relative`: log η is the parameter, and V starts as Xavier's, so that a
-    step is a relative change, and rates are 10 to 1000 times larger.
+    `parametrisation` decides how far a step of Adam goes. `paper`: η itself is a parameter, and V starts from N(0, 1),
+    so that steps of 1e-5 change what comes out. `relative`: log η is the parameter, and V starts as Xavier's, so that
+    a step is a relative change; its learning rates are 10 to 1000 times larger.
     """
 
     def __init__(
