@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from malmen.errors import EditError
-from malmen.meta import StepReport
+from malmen.meta import StepReport, no_progress
 from malmen.platform import events
 from malmen.platform.places import check_shared
 from malmen.platform.tracking.tracker import Tracker
@@ -52,6 +52,8 @@ class Journal:
                     event.generalization_loss, event.locality_loss, event.meta_loss, event.grad_norm, event.seconds
                 )
                 self.listener.step(step, report)
+                if warning := no_progress(self.folder.history, self.folder.config):
+                    self.listener.event(warning)
             case events.Evaluated(step, scores) if not self.folder.has_scores(step):
                 self.folder.add(dict(vars(event)))
                 self.tracker.stamp()
