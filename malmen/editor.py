@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -21,7 +22,7 @@ from malmen.config import Config
 from malmen.data.records import Fact
 from malmen.errors import EditError, wrong_base_model
 from malmen.hypernet import HypernetRows, HyperNetwork, Statistics, run_in_batches
-from malmen.least_squares import NormalEquation, Pullback, token_residuals
+from malmen.least_squares import ROWS_AT_ONCE, NormalEquation, Pullback, token_residuals
 from malmen.lm.layers import LayerSpec
 from malmen.lm.trace import Traces, trace
 from malmen.shards import Shards, SolvedShard
@@ -55,7 +56,8 @@ class Solved:
         """r_j = ‖S*u_j − d_j‖ / ‖d_j‖ of each layer and token."""
         residuals = [torch.zeros(0, dtype=torch.float64)]
         for name, diffs in self.value_diffs.items():
-            residuals.append(token_residuals(self.traces[name].keys.double(), self.shifts[name], diffs.double()).cpu())
+            for keys, part in zip(self.traces[name].keys.split(ROWS_AT_ONCE), diffs.split(ROWS_AT_ONCE), strict=True):
+                residuals.append(token_residuals(keys.double(), self.shifts[name], part.double()).cpu())
         return torch.cat(residuals)
 
 
@@ -124,7 +126,8 @@ class Editor(nn.Module):
         mine = {}
         for name, (keys, value_grads) in traces.items():
             net, _ = self._find(name)
-            mine[name] = Statistics.of(net.features(keys, value_grads))
+            parts = zip(keys.split(ROWS_AT_ONCE), value_grads.split(ROWS_AT_ONCE), strict=True)
+            mine[name] = reduce(Statistics.merged, (Statistics.of(net.features(*part)) for part in parts))
         for name, statistics in self.shards.gather_statistics(mine):
             net, index = self._find(name)
             net.norm.merge(index, statistics)

@@ -35,11 +35,18 @@ class Statistics:
         mean = rows.mean(0) if len(rows) else rows.new_zeros(rows.shape[1])
         return cls(rows.new_tensor(float(len(rows))), mean, (rows - mean).square().sum(0))
 
+    def merged(self, other: Statistics) -> Statistics:
+        """Of the rows of both, exactly (Chan et al.)."""
+        total = (self.count + other.count).clamp(min=1)
+        delta = other.mean - self.mean
+        squares = self.squares + other.squares + delta.square() * self.count * other.count / total
+        return Statistics(self.count + other.count, self.mean + delta * other.count / total, squares)
+
 
 class RunningNorm(nn.Module):
     """Mean and deviation of each feature over all rows ever observed, for each of several layers.
 
-    Batches are merged exactly (Chan et al.), so any cut of the rows gives the same statistics. They
+    Batches are merged exactly, so any cut of the rows gives the same statistics. They
     change in `merge` only, which only training calls: an edit never depends on earlier edits.
     """
 
@@ -56,13 +63,8 @@ class RunningNorm(nn.Module):
     @torch.no_grad()
     def merge(self, layer: int, rows: Statistics) -> None:
         """Add these rows to the layer's statistics."""
-        if rows.count == 0:
-            return
-        delta = rows.mean - self.mean[layer]
-        total = self.count[layer] + rows.count
-        self.squares[layer] += rows.squares + delta.square() * self.count[layer] * rows.count / total
-        self.mean[layer] += delta * rows.count / total
-        self.count[layer] = total
+        both = Statistics(self.count[layer], self.mean[layer], self.squares[layer]).merged(rows)
+        self.count[layer], self.mean[layer], self.squares[layer] = both.count, both.mean, both.squares
 
     def deviation(self) -> Tensor:
         """Standard deviations (layers, features); 1 where a feature has shown no variation."""

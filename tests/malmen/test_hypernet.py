@@ -34,6 +34,16 @@ def test_one_row_leaves_finite_statistics_that_later_rows_mend() -> None:
     assert_close(norm.deviation()[0], rows.std(0, correction=0), rtol=1e-12, atol=0)
 
 
+def test_statistics_of_parts_are_those_of_all_rows_even_if_a_part_is_empty() -> None:
+    rows = _rows()
+    whole = Statistics.of(rows)
+    parts = [Statistics.of(part) for part in (rows[:0], rows[:1], rows[1:30], rows[30:30], rows[30:])]
+    merged = parts[0].merged(parts[1]).merged(parts[2]).merged(parts[3].merged(parts[4]))
+    assert float(merged.count) == 50
+    assert_close(merged.mean, whole.mean, rtol=1e-13, atol=0)
+    assert_close(merged.squares, whole.squares, rtol=1e-12, atol=0)
+
+
 def test_no_rows_change_nothing() -> None:
     norm = RunningNorm(1, 6)
     norm.merge(0, Statistics.of(_rows()[:0]))
@@ -93,7 +103,7 @@ def test_one_step_of_the_papers_learning_rate_moves_eta_and_the_network_as_far_a
         adam.step()
         after, _ = net(layers, rows[:, :64], rows[:, 64:])
         assert abs(float(net.eta().detach() / 1e-6) - 1) == pytest.approx(change_of_eta, rel=0.05)
-        moved = float((after - before)[:4].detach().norm() / before[:4].norm())
+        moved = float((after - before)[:4].detach().norm() / before[:4].detach().norm())
         assert moved > 0.03 if how == "paper" else moved < 0.01, moved
 
 
