@@ -12,14 +12,18 @@ from malmen.config import TrainingConfig
 
 
 def make_adam(theta: nn.Module, training: TrainingConfig) -> torch.optim.Adam:
-    """The scalars (log η, log λ) may have a learning rate of their own."""
-    scalars = [value for name, value in theta.named_parameters() if name.rsplit(".", 1)[-1].startswith("log_")]
-    rest = [value for name, value in theta.named_parameters() if not name.rsplit(".", 1)[-1].startswith("log_")]
+    """The scalars (η or log η, and log λ) may have a learning rate of their own."""
+    scalars = [value for name, value in theta.named_parameters() if _is_scalar(name)]
+    rest = [value for name, value in theta.named_parameters() if not _is_scalar(name)]
     groups = [
         {"params": rest, "lr": training.meta_lr, "initial_lr": training.meta_lr},
         {"params": scalars, "lr": training.meta_lr, "initial_lr": training.scalar_lr or training.meta_lr},
     ]
     return torch.optim.Adam(groups, fused=True)
+
+
+def _is_scalar(name: str) -> bool:
+    return name.rsplit(".", 1)[-1] in ("edit_lr", "log_edit_lr", "log_damping")
 
 
 def schedule(training: TrainingConfig, steps_done: int) -> float:

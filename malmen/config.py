@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from malmen.errors import UsageError
 
 SPLIT = "split"  # a value of model.device
+Parametrisation = Literal["paper", "relative"]
 
 
 class Section(BaseModel):
@@ -55,6 +56,11 @@ class EditorConfig(Section):
     blocks: int = Field(default=2, ge=0, description="number of the hyper-network's residual blocks")
     edit_lr: float = Field(default=1e-6, gt=0, description="initial η, learned per layer")
     damping: float = Field(default=1.0, gt=0, description="initial λ_ℓ, learned per layer")
+    parametrisation: Parametrisation = Field(
+        default="paper",
+        description="`paper`: η itself is learned and low-rank maps start from N(0, 1), as the paper's learning rates "
+        "need; `relative`: log η, and Xavier's start, which need larger rates",
+    )
     preserved_weight: float = Field(
         default=0.0,
         ge=0,
@@ -252,12 +258,46 @@ class Config(Section):
     baselines: BaselinesConfig = BaselinesConfig()
 
 
+FAST = {  # the preset `fast`: what learns in tens of steps on models of up to some 100M parameters
+    "editor.parametrisation": "relative",
+    "editor.tokens": "all",
+    "editor.edit_lr": 5e-4,
+    "training.meta_lr": 1e-4,
+    "training.scalar_lr": 2e-2,
+    "training.schedule": "cosine",
+    "training.locality_coef": 1.5,
+}
+
+
 def load_config(path: Path | None, overrides: Sequence[str] = (), settings: Mapping[str, Any] | None = None) -> Config:
-    """The config of a YAML file; `settings` by key come on top of it, `section.key=value` overrides on top of both."""
-    raw = {} if path is None else read_yaml(path, "config")
-    for key, value in [*(settings or {}).items(), *map(read_override, overrides)]:
-        set_key(raw, full_key(key), value)
+    """The config of a YAML file; `settings` by key come on top of it, `section.key=value` overrides on top of both.
+
+    `preset: NAME` in the file stands for the preset's values, which the file's own keys replace. `preset=NAME` as an
+    override replaces the file's.
+    """
+    file = {} if path is None else read_yaml(path, "config")
+    given = [*(settings or {}).items(), *map(read_override, overrides)]
+    values = [("preset", file.pop("preset", "paper")), *flatten(file).items()]
+    raw: dict[str, Any] = {}
+    for key, value in [*values, *((full_key(key), value) for key, value in given)]:
+        for name, setting in preset_values(value).items() if key == "preset" else [(key, value)]:
+            set_key(raw, name, setting)
     return parse_config(raw, str(path) if path else "the overrides")
+
+
+def preset_values(name: str) -> dict[str, Any]:
+    """The settings of a preset by `section.key`; `paper`: the same keys with their defaults, the paper's."""
+    if name not in ("paper", "fast"):
+        raise UsageError(f"unknown preset {name!r}: expected `paper` or `fast`")
+    defaults = {row["key"]: row["default"] for row in describe_settings()}
+    return {key: defaults[key] if name == "paper" else value for key, value in FAST.items()}
+
+
+def stored_config(raw: dict[str, Any], source: str) -> Config:
+    """A config that was stored with a run. Those without `editor.parametrisation` are older than this setting, and are
+    `relative`."""
+    editor = {"parametrisation": "relative", **raw.get("editor", {})}
+    return parse_config({**raw, "editor": editor}, source)
 
 
 def absolute_paths(config: Config) -> Config:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -21,7 +22,7 @@ from malmen.config import Config
 from malmen.data.records import Fact
 from malmen.errors import EditError, wrong_base_model
 from malmen.hypernet import HypernetRows, HyperNetwork, Statistics, run_in_batches
-from malmen.least_squares import NormalEquation, Pullback, token_residuals
+from malmen.least_squares import ROWS_AT_ONCE, NormalEquation, Pullback, token_residuals
 from malmen.lm.layers import LayerSpec
 from malmen.lm.trace import Traces, trace
 from malmen.shards import Shards, SolvedShard
@@ -55,7 +56,8 @@ class Solved:
         """r_j = ‖S*u_j − d_j‖ / ‖d_j‖ of each layer and token."""
         residuals = [torch.zeros(0, dtype=torch.float64)]
         for name, diffs in self.value_diffs.items():
-            residuals.append(token_residuals(self.traces[name].keys.double(), self.shifts[name], diffs.double()).cpu())
+            for keys, part in zip(self.traces[name].keys.split(ROWS_AT_ONCE), diffs.split(ROWS_AT_ONCE), strict=True):
+                residuals.append(token_residuals(keys.double(), self.shifts[name], part.double()).cpu())
         return torch.cat(residuals)
 
 
@@ -87,6 +89,7 @@ class Editor(nn.Module):
                     edit_lr=settings.edit_lr,
                     damping=settings.damping,
                     preserving=settings.preserving,
+                    parametrisation=settings.parametrisation,
                 )
                 for shape, members in self.groups.items()
             }
@@ -123,7 +126,8 @@ class Editor(nn.Module):
         mine = {}
         for name, (keys, value_grads) in traces.items():
             net, _ = self._find(name)
-            mine[name] = Statistics.of(net.features(keys, value_grads))
+            parts = zip(keys.split(ROWS_AT_ONCE), value_grads.split(ROWS_AT_ONCE), strict=True)
+            mine[name] = reduce(Statistics.merged, (Statistics.of(net.features(*part)) for part in parts))
         for name, statistics in self.shards.gather_statistics(mine):
             net, index = self._find(name)
             net.norm.merge(index, statistics)
@@ -144,11 +148,11 @@ class Editor(nn.Module):
         """λ_ℓ by layer."""
         if not self.config.editor.regularisation:
             return {layer.name: 0.0 for layer in self.layers}
-        return self._scalars(lambda net: net.log_damping)
+        return self._scalars(HyperNetwork.damping)
 
     def edit_lr(self) -> dict[str, float]:
         """η by layer."""
-        return self._scalars(lambda net: net.log_edit_lr)
+        return self._scalars(HyperNetwork.eta)
 
     def solve(self, traces: Traces, *, training: bool = False) -> Solved:
         """Stage (iii): traces to shifts. `training` keeps activations where they fit in one batch."""
@@ -261,7 +265,7 @@ class Editor(nn.Module):
                 yield from batch
 
     def _value_diffs(self, traces: Traces, kept: dict[str, list[HypernetRows]] | None) -> dict[str, Tensor]:
-        dtype = self._net(next(iter(self.groups))).log_edit_lr.dtype
+        dtype = self._net(next(iter(self.groups))).log_damping.dtype
         diffs = {name: torch.empty_like(value_grads, dtype=dtype) for name, (_, value_grads) in traces.items()}
         for part in self._solve_rows(traces, kept):
             diffs[part.layer][part.rows] = part.value_diffs().detach()
@@ -324,7 +328,7 @@ class Editor(nn.Module):
         raise AssertionError(f"{name} is none of {[layer.name for layer in self.layers]}")
 
     def _scalars(self, of: Callable[[HyperNetwork], Tensor]) -> dict[str, float]:
-        values = {shape: of(self._net(shape)).detach().double().exp().tolist() for shape in self.groups}
+        values = {shape: of(self._net(shape)).detach().double().tolist() for shape in self.groups}
         return {
             layer.name: values[shape][index]
             for shape, members in self.groups.items()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from malmen.config import Parametrisation
 from malmen.lm.trace import LayerTrace, Traces
 
 _ROUNDING = 1e-7  # of float32 features, relative to their mean
@@ -34,11 +35,18 @@ class Statistics:
         mean = rows.mean(0) if len(rows) else rows.new_zeros(rows.shape[1])
         return cls(rows.new_tensor(float(len(rows))), mean, (rows - mean).square().sum(0))
 
+    def merged(self, other: Statistics) -> Statistics:
+        """Of the rows of both, exactly (Chan et al.)."""
+        total = (self.count + other.count).clamp(min=1)
+        delta = other.mean - self.mean
+        squares = self.squares + other.squares + delta.square() * self.count * other.count / total
+        return Statistics(self.count + other.count, self.mean + delta * other.count / total, squares)
+
 
 class RunningNorm(nn.Module):
     """Mean and deviation of each feature over all rows ever observed, for each of several layers.
 
-    Batches are merged exactly (Chan et al.), so any cut of the rows gives the same statistics. They
+    Batches are merged exactly, so any cut of the rows gives the same statistics. They
     change in `merge` only, which only training calls: an edit never depends on earlier edits.
     """
 
@@ -55,13 +63,8 @@ class RunningNorm(nn.Module):
     @torch.no_grad()
     def merge(self, layer: int, rows: Statistics) -> None:
         """Add these rows to the layer's statistics."""
-        if rows.count == 0:
-            return
-        delta = rows.mean - self.mean[layer]
-        total = self.count[layer] + rows.count
-        self.squares[layer] += rows.squares + delta.square() * self.count[layer] * rows.count / total
-        self.mean[layer] += delta * rows.count / total
-        self.count[layer] = total
+        both = Statistics(self.count[layer], self.mean[layer], self.squares[layer]).merged(rows)
+        self.count[layer], self.mean[layer], self.squares[layer] = both.count, both.mean, both.squares
 
     def deviation(self) -> Tensor:
         """Standard deviations (layers, features); 1 where a feature has shown no variation."""
@@ -77,14 +80,14 @@ class RunningNorm(nn.Module):
 class LowRankBlock(nn.Module):
     """z + max(0, scale_ℓ ⊙ (U V z + b) + shift_ℓ); the identity at the start because U, b and shift are zero."""
 
-    def __init__(self, num_layers: int, num_features: int, rank: int) -> None:
+    def __init__(self, num_layers: int, num_features: int, rank: int, parametrisation: Parametrisation) -> None:
         super().__init__()
         self.down = nn.Parameter(torch.empty(rank, num_features))
         self.up = nn.Parameter(torch.zeros(num_features, rank))
         self.bias = nn.Parameter(torch.zeros(num_features))
         self.scale = nn.Parameter(torch.ones(num_layers, num_features))
         self.shift = nn.Parameter(torch.zeros(num_layers, num_features))
-        nn.init.xavier_uniform_(self.down)
+        (nn.init.normal_ if parametrisation == "paper" else nn.init.xavier_uniform_)(self.down)
 
     def forward(self, layers: Tensor, rows: Tensor) -> Tensor:
         change = nn.functional.linear(nn.functional.linear(rows, self.down), self.up, self.bias)
@@ -93,7 +96,12 @@ class LowRankBlock(nn.Module):
 
 
 class HyperNetwork(nn.Module):
-    """g_θ for the layers of one shape."""
+    """g_θ for the layers of one shape.
+
+    `parametrisation` decides how far a step of Adam goes. `paper`: η itself is a parameter, and V starts from N(0, 1),
+    so that steps of 1e-5 change what comes out. `relative`: log η is the parameter, and V starts as Xavier's, so that
+    a step is a relative change; its learning rates are 10 to 1000 times larger.
+    """
 
     def __init__(
         self,
@@ -106,13 +114,18 @@ class HyperNetwork(nn.Module):
         edit_lr: float,
         damping: float,
         preserving: bool = False,
+        parametrisation: Parametrisation = "paper",
     ) -> None:
         super().__init__()
         self.key_size, self.value_size = key_size, value_size
         num_features = key_size + value_size
         self.norm = RunningNorm(num_layers, num_features)
-        self.blocks = nn.ModuleList(LowRankBlock(num_layers, num_features, rank) for _ in range(num_blocks))
-        self.log_edit_lr = nn.Parameter(torch.full((num_layers,), math.log(edit_lr)))
+        blocks = (LowRankBlock(num_layers, num_features, rank, parametrisation) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(blocks)
+        if parametrisation == "paper":
+            self.edit_lr = nn.Parameter(torch.full((num_layers,), edit_lr))
+        else:
+            self.log_edit_lr = nn.Parameter(torch.full((num_layers,), math.log(edit_lr)))
         self.log_damping = nn.Parameter(torch.full((num_layers,), math.log(damping)))
         # E[u uᵀ] of the keys to preserve, as `Editor.preserve` is given it. Rounded to θ's type: that is another such
         # matrix, within 1e-7 of it, and where there is a λ it keeps the equation definite.
@@ -120,9 +133,17 @@ class HyperNetwork(nn.Module):
         self.moments: Tensor | None
         self.register_buffer("moments", moments)
 
+    def eta(self) -> Tensor:
+        """η of each layer (layers,)."""
+        return self.edit_lr if hasattr(self, "edit_lr") else self.log_edit_lr.exp()
+
+    def damping(self) -> Tensor:
+        """λ_ℓ in float64 (layers,)."""
+        return self.log_damping.double().exp()
+
     def features(self, keys: Tensor, value_grads: Tensor) -> Tensor:
         """Keys and value gradients as the network's input (tokens, key + value)."""
-        return torch.cat((keys, value_grads), dim=-1).to(self.log_edit_lr.dtype)
+        return torch.cat((keys, value_grads), dim=-1).to(self.log_damping.dtype)
 
     def forward(self, layers: Tensor, keys: Tensor, value_grads: Tensor) -> tuple[Tensor, Tensor]:
         """ũ (tokens, key) and −η ∇̃_v L (tokens, value); `layers` (tokens,) says whose token each row is."""
@@ -130,7 +151,7 @@ class HyperNetwork(nn.Module):
         for block in self.blocks:
             rows = block(layers, rows)
         pseudo_keys, pseudo_grads = rows.split((self.key_size, self.value_size), dim=-1)
-        return pseudo_keys, -self.log_edit_lr.exp()[layers, None] * pseudo_grads
+        return pseudo_keys, -self.eta()[layers, None] * pseudo_grads
 
 
 @dataclass
@@ -156,7 +177,7 @@ def run_in_batches(
     for batch in _cut(counts, rows_at_once):
         parts = [LayerTrace(*(part[rows] for part in traces[layers[index]])) for index, rows in batch]
         sizes = [len(part.keys) for part in parts]
-        keys = torch.cat([part.keys for part in parts]).to(net.log_edit_lr)
+        keys = torch.cat([part.keys for part in parts]).to(net.log_damping)
         value_grads = torch.cat([part.value_grads for part in parts])
         members = torch.cat([torch.full((size,), index) for (index, _), size in zip(batch, sizes, strict=True)])
         with torch.set_grad_enabled(grad):

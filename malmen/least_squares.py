@@ -19,7 +19,7 @@ from torch import Tensor
 
 from malmen.errors import EditError
 
-_ROWS_AT_ONCE = 8192  # bounds the float64 copies of rows
+ROWS_AT_ONCE = 8192  # bounds the float64 copies of rows
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class NormalEquation:
         assert keys.shape[0] == value_diffs.shape[0], (keys.shape, value_diffs.shape)
         gram = keys.new_zeros(keys.shape[1], keys.shape[1], dtype=torch.float64)
         cross = keys.new_zeros(value_diffs.shape[1], keys.shape[1], dtype=torch.float64)
-        for some_keys, some_diffs in zip(keys.split(_ROWS_AT_ONCE), value_diffs.split(_ROWS_AT_ONCE), strict=True):
+        for some_keys, some_diffs in zip(keys.split(ROWS_AT_ONCE), value_diffs.split(ROWS_AT_ONCE), strict=True):
             rows = some_keys.double()
             gram.addmm_(rows.T, rows)
             cross.addmm_(some_diffs.double().T, rows)

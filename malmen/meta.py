@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
 
+from malmen.config import Config
 from malmen.data.tokens import MetaBatch
 from malmen.editor import Editor
 from malmen.errors import EditError
 from malmen.lm.model import LanguageModel
 from malmen.lm_side import Caches, LMSide, records_of
+
+_FIRST_STEPS = 20  # after which an editor is expected to have learnt something
+_HARDLY = 0.01  # a relative change that counts as none
 
 
 @dataclass
@@ -65,3 +71,25 @@ def naming_records(step: int, batch: MetaBatch) -> Iterator[None]:
         yield
     except EditError as error:
         raise EditError(f"step {step}: {error}{records_of(batch)}") from error
+
+
+def no_progress(history: Sequence[Mapping[str, Any]], config: Config) -> str | None:
+    """A warning, once in a run, if its first steps moved η or the meta loss by less than 1 %; else None."""
+    steps = [row for row in history if "meta_loss" in row]
+    if not steps or steps[0]["step"] != 1 or steps[-1]["step"] != config.training.warmup_steps + _FIRST_STEPS:
+        return None
+    before, after = (steps[place]["edit_lr"] for place in (0, -1))
+    moved = max(abs(after[layer] / before[layer] - 1) for layer in before) if before else 1.0
+    early, late = (fmean(row["meta_loss"] for row in part) for part in (steps[:5], steps[-5:]))
+    if moved >= _HARDLY and late < (1 - _HARDLY) * early:
+        return None
+    return (
+        f"after {len(steps)} steps, η has changed by {moved:.2g} of itself at most, and the meta loss from {early:.3g} "
+        f"to {late:.3g}: this editor hardly learns. Raise training.meta_lr ({config.training.meta_lr:g}), lower "
+        f"training.locality_coef ({config.training.locality_coef:g}), or use preset=fast"
+        + (
+            "; editor.parametrisation=relative needs learning rates 10 to 1000 times the paper's"
+            if config.editor.parametrisation == "relative"
+            else ""
+        )
+    )

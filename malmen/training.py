@@ -29,7 +29,7 @@ from malmen.lm.generate import OnProgress, part_of
 from malmen.lm.layers import find_layers
 from malmen.lm.model import LanguageModel, fact_encoder, load_lm
 from malmen.lm_side import LMSide
-from malmen.meta import StepReport, meta_step
+from malmen.meta import StepReport, meta_step, no_progress
 from malmen.runs.checkpoint import add_scores, load_editor, save_checkpoint
 from malmen.runs.checkpoint_lookup import read_state
 from malmen.runs.run_folder import RunFolder
@@ -95,7 +95,9 @@ def train(
         step = editor.steps_done
         if on_step:
             on_step(step, report)
-        opened.add({"step": step, **vars(report)})
+        opened.add({"step": step, **vars(report), "edit_lr": editor.edit_lr()})
+        if warning := no_progress(opened.history, config):
+            log.warning(warning)
         if _is_measured(training, step) or step == training.steps or step % training.checkpoint_every == 0:
             opened.flush()
             save_checkpoint(folder, editor, fingerprint, keep=training.keep_checkpoints)

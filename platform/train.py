@@ -31,7 +31,7 @@ from malmen.data.splits import check_held_out, data_fingerprint
 from malmen.errors import EditError, RunStopped, last_line
 from malmen.lm.layers import LayerSpec, find_layers
 from malmen.lm.model import load_skeleton
-from malmen.meta import StepReport
+from malmen.meta import StepReport, no_progress
 from malmen.platform import events
 from malmen.platform.cluster import Roles, actor_options, check_room, connected, size_roles
 from malmen.platform.events import Board, Event
@@ -171,6 +171,8 @@ class Journal:
                     event.generalization_loss, event.locality_loss, event.meta_loss, event.grad_norm, event.seconds
                 )
                 self.listener.step(step, report)
+                if warning := no_progress(self.folder.history, self.folder.config):
+                    self.listener.event(warning)
             case events.Evaluated(step, scores) if not self.folder.has_scores(step):
                 self._add(dict(vars(event)))
                 self.folder.flush()

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from malmen.config import Config, parse_config
+from malmen.config import Config, stored_config
 from malmen.errors import EditError
 from malmen.runs.files import atomic_file
 from malmen.runs.run_folder import changed_settings
@@ -109,7 +109,7 @@ class SweepFolder:
         file = self.path / SWEEP
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
-            return parse_config(content["config"], SWEEP), parse_sweep(content["sweep"], SWEEP), content["facts"]
+            return stored_config(content["config"], SWEEP), parse_sweep(content["sweep"], SWEEP), content["facts"]
         except OSError as error:
             raise EditError(f"{self.path} holds no sweep: cannot read {SWEEP} ({error.strerror})") from error
         except (ValueError, KeyError, TypeError) as error:

@@ -43,7 +43,7 @@ def concatenated_backward(lm: LanguageModel, editor: Editor, batch: MetaBatch) -
         net = cast(HyperNetwork, editor.nets[shape])
         (parts,) = run_in_batches(net, [layer.name for layer in members], traces, sys.maxsize, grad=True)
         for index, part in enumerate(parts):
-            damping: Any = net.log_damping[index].double().exp()  # a tensor, for its gradient
+            damping: Any = net.damping()[index]  # a tensor, for its gradient
             preserved = None if net.moments is None else settings.preserved_weight * net.moments[index].double()
             solution = solve_least_squares(traces[part.layer].keys, part.value_diffs(), damping, preserved)
             shifts[part.layer] = solution.shift.to(lm.dtype)

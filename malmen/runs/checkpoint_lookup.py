@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from malmen.config import Config, parse_config
+from malmen.config import Config, stored_config
 from malmen.errors import EditError
 from malmen.runs.storage import CHECKPOINT_PREFIX, STATE_FILE, RunStore
 
@@ -49,7 +49,7 @@ def read_state(folder: str | Path) -> dict[str, Any]:
 def read_config(folder: str | Path) -> Config:
     """The resolved config of the run that wrote a checkpoint."""
     folder = latest_checkpoint(folder)
-    return parse_config(read_json(folder, "config.json"), str(RunStore(folder).join("config.json")))
+    return stored_config(read_json(folder, "config.json"), str(RunStore(folder).join("config.json")))
 
 
 def scores_by_checkpoint(store: RunStore) -> dict[str, float | None]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from malmen.config import Config, flatten, parse_config
+from malmen.config import Config, flatten, stored_config
 from malmen.errors import EditError
 from malmen.runs.checkpoint_lookup import latest_checkpoint, read_config, read_json, read_state
 from malmen.runs.files import atomic_file, sync
@@ -46,7 +46,7 @@ class RunFolder:
                 raise EditError(f"{store.location} holds files of a run but no {RUN}; choose another --out")
             opened = cls(store, config, None, 0)
         else:
-            before = read_config(checkpoint) if checkpoint else parse_config(stored["config"], RUN)
+            before = read_config(checkpoint) if checkpoint else stored_config(stored["config"], RUN)
             done = int(read_state(checkpoint)["step"]) if checkpoint else 0
             opened = cls(store, config, checkpoint, done, stored["facts"], _read_history(store))
             if opened.checkpoint or opened.history:

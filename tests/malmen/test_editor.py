@@ -86,11 +86,12 @@ VARIANTS: list[dict[str, Any]] = [
     {"layers": "all"},
     {"regularisation": False},
     {"preserved_weight": 2.0},
+    {"parametrisation": "paper"},
 ]
 
 
 def _name(variant: dict[str, Any]) -> str:
-    return "-".join(f"{key}={value}" for key, value in variant.items()) or "paper"
+    return "-".join(f"{key}={value}" for key, value in variant.items()) or "defaults"
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=_name)
@@ -271,3 +272,16 @@ def test_a_gradient_that_is_not_finite_stops_the_step_and_names_its_parameter_al
         setup.editor.step()
     assert setup.editor.steps_done == 0
     assert all(torch.equal(value, before[name]) for name, value in setup.editor.state_dict().items())
+
+
+def test_statistics_and_residuals_do_not_depend_on_how_many_rows_are_taken_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setup, twin = make_setup("gpt2"), make_setup("gpt2")
+    traces = plain_traces(setup, random_facts(setup.lm, 7, 4))
+    setup.editor.observe(traces)
+    whole = setup.editor.solve(traces).residuals()
+    monkeypatch.setattr("malmen.editor.ROWS_AT_ONCE", 3)
+    twin.editor.observe(traces)
+    assert_close(twin.editor.state_dict(), setup.editor.state_dict(), rtol=1e-12, atol=1e-14)
+    assert_close(twin.editor.solve(traces).residuals(), whole, rtol=1e-9, atol=1e-12)

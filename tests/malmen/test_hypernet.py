@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -30,6 +32,16 @@ def test_one_row_leaves_finite_statistics_that_later_rows_mend() -> None:
     assert_close(norm(torch.tensor([0]), rows[:1]), torch.zeros(1, 6, dtype=torch.float64))
     norm.merge(0, Statistics.of(rows[1:]))
     assert_close(norm.deviation()[0], rows.std(0, correction=0), rtol=1e-12, atol=0)
+
+
+def test_statistics_of_parts_are_those_of_all_rows_even_if_a_part_is_empty() -> None:
+    rows = _rows()
+    whole = Statistics.of(rows)
+    parts = [Statistics.of(part) for part in (rows[:0], rows[:1], rows[1:30], rows[30:30], rows[30:])]
+    merged = parts[0].merged(parts[1]).merged(parts[2]).merged(parts[3].merged(parts[4]))
+    assert float(merged.count) == 50
+    assert_close(merged.mean, whole.mean, rtol=1e-13, atol=0)
+    assert_close(merged.squares, whole.squares, rtol=1e-12, atol=0)
 
 
 def test_no_rows_change_nothing() -> None:
@@ -65,15 +77,34 @@ def test_the_network_is_the_identity_of_the_normalised_input_at_the_start() -> N
     assert_close(scaled_grads, -0.01 * normal[:, 4:], rtol=1e-6, atol=1e-9)
 
 
-def test_every_parameter_that_can_learn_at_the_start_has_a_gradient() -> None:
+@pytest.mark.parametrize("how", ["paper", "relative"])
+def test_every_parameter_that_can_learn_at_the_start_has_a_gradient(how: Any) -> None:
     rows = _rows()
-    net = HyperNetwork(1, 4, 2, rank=3, num_blocks=2, edit_lr=0.01, damping=1.0).double()
+    net = HyperNetwork(1, 4, 2, rank=3, num_blocks=2, edit_lr=0.01, damping=1.0, parametrisation=how).double()
     net.norm.merge(0, Statistics.of(rows))
     pseudo_keys, scaled_grads = net(torch.zeros(len(rows), dtype=torch.long), rows[:, :4], rows[:, 4:])
     (pseudo_keys.sum() + (scaled_grads * torch.randn_like(scaled_grads)).sum()).backward()
     silent = {name for name, value in net.named_parameters() if value.grad is None or not value.grad.any()}
     # `down` waits for `up` to leave zero; `scale` multiplies zero; damping acts in the normal equation.
     assert silent == {f"blocks.{b}.{p}" for b in (0, 1) for p in ("down", "scale")} | {"log_damping"}
+
+
+def test_one_step_of_the_papers_learning_rate_moves_eta_and_the_network_as_far_as_it_did_for_its_authors() -> None:
+    """Adam's first step moves each parameter by its rate: η from 1e-6 to 1.1e-5, or by 0.001 %."""
+    rows = torch.randn(200, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for how, change_of_eta in (("paper", 10.0), ("relative", 1e-5)):
+        torch.manual_seed(0)
+        net = HyperNetwork(1, 64, 32, rank=1920, num_blocks=2, edit_lr=1e-6, damping=1.0, parametrisation=how).double()
+        net.norm.merge(0, Statistics.of(rows))
+        layers = torch.zeros(len(rows), dtype=torch.long)
+        adam = torch.optim.Adam(net.parameters(), lr=1e-5)
+        before, _ = net(layers, rows[:, :64], rows[:, 64:])
+        (net(layers, rows[:, :64], rows[:, 64:])[1].mul(rows[:, 64:]).sum() - before[:4].sum()).backward()
+        adam.step()
+        after, _ = net(layers, rows[:, :64], rows[:, 64:])
+        assert abs(float(net.eta().detach() / 1e-6) - 1) == pytest.approx(change_of_eta, rel=0.05)
+        moved = float((after - before)[:4].detach().norm() / before[:4].detach().norm())
+        assert moved > 0.03 if how == "paper" else moved < 0.01, moved
 
 
 def test_rows_of_different_layers_can_share_a_batch() -> None:

@@ -11,7 +11,7 @@ from malmen.data.tokens import EncodedFact, MetaBatch, make_batches
 from malmen.errors import EditError
 from malmen.lm.model import LanguageModel
 from malmen.lm.trace import trace
-from malmen.meta import StepReport, meta_step
+from malmen.meta import StepReport, meta_step, no_progress
 
 
 def _batch(setup: Setup) -> MetaBatch:
@@ -34,6 +34,19 @@ def test_twenty_steps_lower_the_meta_loss_and_leave_the_model_alone(kind: str) -
     assert reports[-1].meta_loss < 0.95 * reports[0].meta_loss
     assert digest(setup.lm) == before
     assert all(parameter.grad is None for parameter in setup.lm.model.parameters())
+
+
+@pytest.mark.parametrize(("meta_lr", "warns"), [(1e-7, True), (0.02, False)])
+def test_a_run_whose_first_steps_teach_nothing_says_so_once(meta_lr: float, warns: bool) -> None:
+    setup = make_setup("gpt2", training={"meta_lr": meta_lr})
+    batch, history, warnings = _batch(setup), [], []
+    for step in range(1, 25):
+        report = meta_step(setup.lm, setup.editor, batch)
+        history.append({"step": step, **vars(report), "edit_lr": setup.editor.edit_lr()})
+        warnings += [(step, text) for text in [no_progress(history, setup.editor.config)] if text]
+        history += [{"step": step, "scores": {}}] * (step == 7)  # an evaluation's row
+    assert [step for step, _ in warnings] == ([20] if warns else [])
+    assert all("Raise training.meta_lr (1e-07)" in text for _, text in warnings)
 
 
 @pytest.mark.slow

@@ -47,6 +47,14 @@ def test_steps_and_evaluations_that_are_repeated_after_a_loss_count_once(tmp_pat
     assert [(row["step"], "scores" in row) for row in rows] == [(1, False), (1, True), (2, False)]
 
 
+def test_a_run_that_hardly_learns_says_so(tmp_path: Path) -> None:
+    heard: list[str] = []
+    journal = make_journal(tmp_path, Listener(event=heard.append))
+    for step in range(1, 30):
+        journal.write(step_done(step))
+    assert len(heard) == 1 and heard[0].startswith("after 20 steps, η has changed by")
+
+
 def test_only_the_first_beginning_cuts_the_history(tmp_path: Path) -> None:
     """A killed driver may have written steps that it did not save; ranks that begin again repeat what is written."""
     journal = make_journal(tmp_path)

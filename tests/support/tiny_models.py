@@ -154,7 +154,7 @@ def make_setup(
     **editor: Any,
 ) -> Setup:
     """A tiny model and a float64 editor whose every parameter is away from its special start."""
-    settings = {"layers": layers, "rank": 5, "edit_lr": 0.05, "damping": 0.3, **editor}
+    settings = {"layers": layers, "rank": 5, "edit_lr": 0.05, "damping": 0.3, "parametrisation": "relative", **editor}
     config = Config.model_validate(
         {
             "editor": settings,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import malmen
-from malmen.config import Config, flatten, parse_config
+from malmen.config import Config, flatten, stored_config
 from malmen.data.splits import data_fingerprint
 from malmen.errors import EditError, UsageError
 from malmen.lm.model import LanguageModel
@@ -161,7 +161,7 @@ def begin_folder(folder: Path, settings: ExperimentConfig, config: Config) -> No
         before = flatten({
             **about, **earlier,
             "experiment": experiment.model_dump(mode="json"),
-            "config": parse_config(earlier["config"], ABOUT).model_dump(mode="json"),
+            "config": stored_config(earlier["config"], ABOUT).model_dump(mode="json"),
         })  # fmt: skip
         now, recipes = flatten(about), {**experiment.recipes, **settings.recipes}
         changed = [key for key, value in now.items() if before.get(key) != value and not key.startswith(_FREE)]
