@@ -294,8 +294,7 @@ def preset_values(name: str) -> dict[str, Any]:
 
 
 def stored_config(raw: dict[str, Any], source: str) -> Config:
-    """A config that was stored with a run. Those without `editor.parametrisation` are older than this setting, and are
-    `relative`."""
+    """A config that was stored with a run; one that does not name `editor.parametrisation` is older, so `relative`."""
     editor = {"parametrisation": "relative", **raw.get("editor", {})}
     return parse_config({**raw, "editor": editor}, source)
 
@@ -336,16 +335,6 @@ def usage_error(source: str, error: ValidationError, known: Sequence[str]) -> Us
     """All problems of the settings in `source` in one message; `known` are the keys that exist."""
     problems = dict.fromkeys(explain(problem, known) for problem in error.errors())
     return UsageError(f"{source}: " + "; ".join(problems))
-
-
-def shipped_file(folder: Path, name: str, what: str) -> Path:
-    """A YAML file: `name` as a path, else the one of that name in `folder`."""
-    if (path := Path(name)).is_file():
-        return path
-    if not (shipped := folder / f"{name}.yaml").is_file():
-        known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
-        raise UsageError(f"no {what} {name!r}: neither a file nor one of those shipped ({known})")
-    return shipped
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

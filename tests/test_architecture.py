@@ -151,7 +151,6 @@ TESTED_ELSEWHERE = {  # modules without a mirrored test file, each with where it
     "malmen/edit_method.py": "tests/malmen/methods/test_registry.py",  # every method through one interface
     "malmen/runs/checkpoint_lookup.py": "tests/malmen/runs/test_checkpoint.py",
     "platform/cli/data.py": "tests/platform/cli/test_main.py",  # commands are tested as commands
-    "platform/cli/options.py": "tests/platform/cli/test_main.py",
     "platform/cli/settings.py": "tests/platform/cli/test_main.py",
     "platform/cli/train.py": "tests/platform/cli/test_main.py",
     "platform/hypernet_actor.py": "tests/platform/test_hypernet_group.py",  # an actor works in a group only

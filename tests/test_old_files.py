@@ -75,12 +75,12 @@ def test_an_old_store_holds_its_facts_and_takes_new_ones(old: Path) -> None:
     assert (live.number, len(members)) == (3, 4)
     assert service.ledger.verify()["intact"] is True
     assert live.shifts is not None
-    stored, solved = service.blobs.get(live.shifts), service.shifts()
+    stored, solved = service.blobs.get(live.shifts), service.edit_set.shifts()
     assert stored.keys() == solved.keys() and stored
     for name, shift in stored.items():
         assert_close(solved[name].float(), shift.float(), rtol=1e-4, atol=1e-6)
     service.apply([Change("test", remove=tuple(sorted(members)))])
-    assert service.shifts() == {}
+    assert service.edit_set.shifts() == {}
     service.ledger.close()
 
 

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
-from malmen.config import Section, full_key, read_override, read_yaml, shipped_file, usage_error
+from malmen.config import Section, full_key, read_override, read_yaml, usage_error
 from malmen.metrics import EXACT, METRICS, SCORE_PARTS
+from malmen.platform.cli.options import shipped_file
 
 LAYERS = "layers"  # the parameter that names a layer set
 SPACES = Path(__file__).parent / "spaces"

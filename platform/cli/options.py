@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from malmen.errors import UsageError
 from malmen.methods.registry import METHODS
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -51,6 +52,14 @@ class RunByDefault(TyperGroup):
 
 def resolve_config(name: str) -> Path:
     """A config file by path, or a shipped one by name."""
-    from malmen.config import shipped_file
-
     return shipped_file(CONFIGS, name, "config")
+
+
+def shipped_file(folder: Path, name: str, what: str) -> Path:
+    """A YAML file: `name` as a path, else the one of that name in `folder`."""
+    if (path := Path(name)).is_file():
+        return path
+    if not (shipped := folder / f"{name}.yaml").is_file():
+        known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+        raise UsageError(f"no {what} {name!r}: neither a file nor one of those shipped ({known})")
+    return shipped

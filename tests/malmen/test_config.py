@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from malmen.config import Config, flatten, known_keys, load_config, parse_config, shipped_file
+from malmen.config import Config, flatten, known_keys, load_config, parse_config, stored_config
 from malmen.errors import UsageError
 
 
@@ -86,11 +86,20 @@ def test_nested_values_are_flattened_by_dotted_keys_and_empty_sections_stay() ->
     assert set(flatten(Config().model_dump())) == set(known_keys())
 
 
-def test_a_file_is_found_by_its_path_before_a_shipped_one_of_that_name(tmp_path: Path) -> None:
-    shipped, own = tmp_path / "small.yaml", tmp_path / "own"
-    shipped.touch()
-    own.touch()
-    assert shipped_file(tmp_path, "small", "config") == shipped
-    assert shipped_file(tmp_path, str(own), "config") == own
-    with pytest.raises(UsageError, match=r"no config 'large': neither a file nor one of those shipped \(small\)"):
-        shipped_file(tmp_path, "large", "config")
+def test_a_preset_lies_below_the_files_own_keys_and_above_the_file_as_an_override(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("preset: fast\neditor: {edit_lr: 0.25}\n")
+    config = load_config(path)
+    assert (config.editor.parametrisation, config.editor.edit_lr, config.training.meta_lr) == ("relative", 0.25, 1e-4)
+    papers = load_config(path, ["preset=paper", "locality_coef=3"])
+    assert papers == Config.model_validate({"training": {"locality_coef": 3}})
+    assert load_config(path, ["edit_lr=0.5", "preset=fast"]).editor.edit_lr == 5e-4  # the later one wins
+    with pytest.raises(UsageError, match=r"unknown preset 'quick': expected `paper` or `fast`"):
+        load_config(path, ["preset=quick"])
+
+
+def test_a_stored_config_is_older_than_the_parametrisation_if_it_does_not_name_it() -> None:
+    stored = Config().model_dump(mode="json")
+    assert stored_config(stored, "config.json") == Config()
+    del stored["editor"]["parametrisation"]
+    assert stored_config(stored, "config.json").editor.parametrisation == "relative"

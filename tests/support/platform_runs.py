@@ -43,7 +43,7 @@ def make_platform_config(kind: str, folder: Path, **changes: dict[str, Any]) -> 
         "training": {"num_edits": 5, "steps": 3, "meta_lr": 1e-2, "checkpoint_every": 2, "locality_coef": 0.7},
         "data": {"train": str(records), "validation": str(records), "format": "malmen"},
         "batch": {"token_budget": 40, "hypernet_rows": 7},
-        "cluster": {"lm_cpus": 0.5, "hypernet_cpus": 0.25, "wait_seconds": 60, "stall_seconds": 150},
+        "cluster": {"lm_cpus": 0.5, "hypernet_cpus": 0.25, "wait_seconds": 150, "stall_seconds": 150},
         "tracking": {"enabled": False},
     }
     for section, values in changes.items():

@@ -17,11 +17,10 @@ from malmen.config import (
     read_override,
     read_yaml,
     set_key,
-    shipped_file,
     usage_error,
 )
 from malmen.methods.registry import METHODS
-from malmen.platform.cli.options import resolve_config
+from malmen.platform.cli.options import resolve_config, shipped_file
 
 PRESETS = Path(__file__).parent / "presets"
 KINDS = ("scaling", "ablation", "cancellation", "rounds", "memory", "failures", "recipes")
