@@ -99,22 +99,10 @@ def export_edit(
     return manifest
 
 
-def verify_export(folder: Path) -> dict[str, Any]:
-    """The manifest of an export; EditError unless every file is as it was written."""
-    manifest = _read_manifest(folder)
-    for name, stated in manifest["files"].items():
-        path = folder / name
-        if not path.is_file():
-            raise EditError(f"{path} is missing; {MANIFEST} states a file with {stated}")
-        if _checksum(path) != stated:
-            raise EditError(f"{path} is damaged: it has {_checksum(path)}; {MANIFEST} states {stated}")
-    return manifest
-
-
 def _check_target(folder: Path, model_name: str) -> None:
     """An earlier export may be replaced; another program's manifest.json, or the base model, may not."""
     if (folder / MANIFEST).exists():
-        _read_manifest(folder)
+        _check_manifest(folder / MANIFEST)
     source = Path(find_source(model_name)[0])
     if source.exists() and source.resolve().is_relative_to(folder.resolve()):
         raise EditError(
@@ -256,15 +244,12 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     atomic_file(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise EditError(f"{folder} holds no export: expected {MANIFEST} as `malmen export` writes")
+def _check_manifest(path: Path) -> None:
+    """EditError unless it is the manifest of an export, which may be replaced."""
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise EditError(f"{path} is not JSON: {error}; it is damaged, or no manifest of an export") from error
-    format_ = manifest.get("format") if isinstance(manifest, dict) else None
-    if format_ != FORMAT or not isinstance(manifest.get("files"), dict):
-        raise EditError(f"{path} is no manifest of an export: its format is {format_!r}, expected {FORMAT!r}")
-    return cast(dict[str, Any], manifest)
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else None
+        raise EditError(f"{path} is no manifest of an export: its format is {found!r}, expected {FORMAT!r}")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from endpoints import untrained_editor, world_facts
+from exports import verified_manifest
 
 from malmen.config import ModelConfig
-from malmen.export import verify_export
 from malmen.lm.model import load_lm
 from malmen.runs.checkpoint import save_edit
 
@@ -36,7 +36,7 @@ def test_an_edit_is_exported_whole(malmen: Run, edit: Path, tmp_path: Path, kind
     code, out, err = malmen("export", "--edits", edit, "--kind", kind, "--out", tmp_path / "out", "--json")
     assert code == 0, err
     found = json.loads(out)
-    assert found["kind"] == kind and verify_export(tmp_path / "out")["kind"] == kind
+    assert found["kind"] == kind and verified_manifest(tmp_path / "out")["kind"] == kind
     if kind == "lora":
         assert all(one["relative_error"] < 1e-6 for one in found["tensors"].values())
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from endpoints import make_bench, world_facts
+from exports import verified_manifest
 
-from malmen.export import ExportKind, verify_export
+from malmen.export import ExportKind
 from malmen.serve.messages import Change, Export, reply_or_raise
 from malmen.serve.settings import ServeConfig
 from malmen.serve.writing.writer import export_version
@@ -32,4 +33,4 @@ def test_a_version_is_exported_while_the_writer_is_at_work(tmp_path: Path, kind:
         waited = thread.is_alive()
     thread.join(30)
     assert not waited, "the export waited for the writer"
-    assert manifests == [verify_export(settings.export_folder(version, kind))]
+    assert manifests == [verified_manifest(settings.export_folder(version, kind))]
