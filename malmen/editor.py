@@ -219,7 +219,8 @@ class Editor(nn.Module):
         assert grads, "backward comes before step"
         norm = torch.nn.utils.get_total_norm(grads)
         if not bool(torch.isfinite(norm)):
-            broken = [name for name, value in self.named_parameters() if not _finite(value.grad)]
+            gradients = [(name, value.grad) for name, value in self.named_parameters()]
+            broken = [name for name, grad in gradients if grad is not None and not grad.isfinite().all()]
             raise EditError(f"the meta-gradient is not finite in {', '.join(broken[:4])}")
         torch.nn.utils.clip_grads_with_norm_(self.parameters(), self.config.training.max_grad_norm, norm)
         self.last_grad_norm = float(norm)
@@ -347,7 +348,3 @@ def _check_finite(shifts: Mapping[str, Tensor]) -> None:
     broken = [name for name, shift in shifts.items() if not bool(torch.isfinite(shift).all())]
     if broken:
         raise EditError(f"the shift of {', '.join(broken)} is not finite: check the value gradients and the editor")
-
-
-def _finite(grad: Tensor | None) -> bool:
-    return grad is None or bool(torch.isfinite(grad).all())

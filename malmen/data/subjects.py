@@ -40,14 +40,16 @@ def find_subject(record: EditRecord) -> str | None:
         for stop in range(start + 1, len(words) + 1):
             kept = _without_common(prompt, words[start:stop])
             rank = (_is_name(prompt, kept), len(kept), kept)
-            if rank[:2] > best[:2] and all(_occurs_in(kept, other) for other in others):
+            occurrence = rf"(?<!\w){re.escape(kept.casefold())}(?!\w)"
+            if rank[:2] > best[:2] and all(re.search(occurrence, other) for other in others):
                 best = rank
     return best[2] or None
 
 
 def _without_common(text: str, words: Sequence[tuple[int, int]]) -> str:
     """A run without the common words at its ends and without an 's before other words; empty if nothing remains."""
-    others = [word for word in words if not _is_common(text[slice(*word)])]
+    runs = [(text[slice(*word)], word) for word in words]
+    others = [word for run, word in runs if f" {run.casefold()} " not in _COMMON and f" {run} " not in _ASKED]
     if not others:
         return ""
     run, rest = text[others[0][0] : others[-1][1]], text[others[-1][1] :]
@@ -55,15 +57,7 @@ def _without_common(text: str, words: Sequence[tuple[int, int]]) -> str:
     return re.sub(r"['’]s$", "", run) if followed else run
 
 
-def _is_common(word: str) -> bool:
-    return f" {word.casefold()} " in _COMMON or f" {word} " in _ASKED
-
-
 def _is_name(prompt: str, run: str) -> bool:
     """Whether it has a digit, or a capital that is not the first letter of the sentence."""
     inside = run[1:] if prompt.startswith(run) else run
     return any(letter.isdigit() or letter.isupper() for letter in inside)
-
-
-def _occurs_in(run: str, text: str) -> bool:
-    return re.search(rf"(?<!\w){re.escape(run.casefold())}(?!\w)", text) is not None

@@ -134,7 +134,9 @@ def _optimise(
 ) -> Tensor:  # fmt: skip
     flat = [placed for variants in varied for placed in variants]
     batch = _one_batch(lm, [placed.encoded for placed in flat])
-    about = _one_batch(lm, [_last_only(placed.encoded) for placed in essence])
+    prompts = [placed.encoded for placed in essence]  # alone; only their last positions count
+    cut = [replace(fact, input_ids=fact.input_ids[: fact.first + 1], targets=[0]) for fact in prompts]
+    about = _one_batch(lm, cut)
     with torch.no_grad():
         unedited = lm.log_probs(about)
     sizes = before.norm(dim=-1)
@@ -175,11 +177,6 @@ def _log_probs(lm: LanguageModel, block: int, batch: TokenBatch, placed: Sequenc
 def _one_batch(lm: LanguageModel, encoded: Sequence[EncodedFact]) -> TokenBatch:
     (batch,) = make_batches(encoded, sys.maxsize, lm.pad_id)
     return batch.to(lm.device)
-
-
-def _last_only(fact: EncodedFact) -> EncodedFact:
-    """The prompt alone; only its last position counts."""
-    return replace(fact, input_ids=fact.input_ids[: fact.first + 1], targets=[0])
 
 
 # --- where a subject ends in the tokens, and the keys and hidden states there ------------------------------

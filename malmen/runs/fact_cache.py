@@ -31,7 +31,7 @@ class FactCache:
 
     def __init__(self, budget_bytes: int, folder: Path | None = None) -> None:
         self.budget_bytes = budget_bytes
-        self.hits = self.misses = 0
+        self.hits = 0
         self._tensors: TensorLog | _Memory = _Memory() if folder is None else TensorLog(folder)
 
     @property
@@ -47,7 +47,6 @@ class FactCache:
         for index, fact in enumerate(facts):
             (known if self.holds(kinds, fact) else fresh).append((index, fact))
         self.hits += len(known)
-        self.misses += len(fresh)
         return known, fresh
 
     def holds(self, kinds: Sequence[str], fact: EncodedFact) -> bool:

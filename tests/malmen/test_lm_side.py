@@ -77,7 +77,7 @@ def test_a_process_that_finds_the_shared_folder_full_gets_the_same_gradients(nam
     run(FactCache(10**6, tmp_path))
     second = FactCache(10**6, tmp_path)
     assert_close(run(second), run(None), rtol=1e-9, atol=1e-11)
-    assert (second.hits, second.misses) == (len(facts), 0)
+    assert second.hits == len(facts)  # each is asked for once
 
 
 @pytest.mark.slow
