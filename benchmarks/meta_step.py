@@ -1,6 +1,6 @@
 """One meta-training step on random weights of a named shape: seconds by stage, memory, FLOPs. JSON on stdout.
 
-    python benchmarks/meta_step.py --model gpt2 --edits 64 [--rows zsre.jsonl --tokenizer DIR] [--steps N]
+    python benchmarks/meta_step.py --model gpt2 --edits 64 [--dtype bfloat16] [--rows zsre.jsonl --tokenizer DIR]
 
 FLOPs are those executed by matrix products (torch's own counter), as a share of the rate of a large
 float32 product measured in the same run.
@@ -95,7 +95,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "batch": {"token_budget": args.token_budget, "hypernet_rows": args.hypernet_rows},
         }
     )
-    lm = LanguageModel(AutoModelForCausalLM.from_config(SHAPES[args.model]()), None, "decoder")
+    model = AutoModelForCausalLM.from_config(SHAPES[args.model]()).to(getattr(torch, args.dtype))
+    lm = LanguageModel(model, None, "decoder")
     vocabulary = int(lm.model.get_submodule("").config.vocab_size)  # type: ignore[union-attr]
     editor = Editor(find_layers(lm.model, args.layers), config)
     batches = [make_step(args, vocabulary, step) for step in range(args.steps + 1)]
@@ -109,6 +110,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     flops, typical = counter.get_total_flops(), statistics.median(seconds for seconds, _ in timed)
     return {
         "model": args.model,
+        "dtype": args.dtype,
         "edits": args.edits,
         "steps": args.steps,
         "seconds_per_step": round(typical, 3),
@@ -130,6 +132,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(SHAPES), default="gpt2")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the language model")
     parser.add_argument("--edits", type=int, default=64)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--layers", default="last:6")

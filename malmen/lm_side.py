@@ -21,7 +21,7 @@ from malmen.lm.key_moments import KeySums, layers_at_once
 from malmen.lm.layers import LayerSpec
 from malmen.lm.losses import kl, nll
 from malmen.lm.model import LanguageModel, fact_encoder
-from malmen.lm.overlay import edited
+from malmen.lm.overlay import Overlay, edited
 from malmen.lm.stem import (
     Height,
     Stem,
@@ -107,36 +107,30 @@ class LMSide:
     ) -> tuple[MetaLosses, dict[str, Tensor]]:
         """L_gen and L_loc of the model edited by these shifts, and ∇_W̃ of L_gen + λ_loc·L_loc by layer, over all
         processes. EditError with step, layers and records where they are not finite."""
-        leaves = self.make_leaves(shifts)
+        edit = Overlay.of_leaves(self.lm, shifts)
         mine = (
-            self.generalization_backward(leaves, batch.equivalents),
-            self.locality_backward(leaves, batch.unrelated),
+            self.generalization_backward(edit, batch.equivalents),
+            self.locality_backward(edit, batch.unrelated),
         )
-        grads = {
-            name: self.sum(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad) for name, leaf in leaves.items()
-        }
+        collected = edit.grads()
+        grads = {name: self.sum(collected[name].to(self.lm.device)) for name in shifts}  # in this order everywhere
         losses = MetaLosses(*self.sum(torch.tensor(mine, dtype=torch.float64)).tolist())
         self._check_finite(losses, grads, step, batch)
         return losses, grads
 
-    def make_leaves(self, shifts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The shifts as leaves, whose gradients are ∇_W̃; summed over micro-batches in float32 at least."""
-        dtype = torch.promote_types(self.lm.dtype, torch.float32)
-        return {name: shift.to(self.lm.device, dtype, copy=True).requires_grad_() for name, shift in shifts.items()}
-
-    def generalization_backward(self, leaves: Mapping[str, Tensor], facts: Sequence[EncodedFact]) -> float:
-        """This process's part of L_gen over `facts`; adds its gradient to the leaves."""
+    def generalization_backward(self, edit: Overlay, facts: Sequence[EncodedFact]) -> float:
+        """This process's part of L_gen over `facts`; adds its gradient to the edit's tensors."""
         total, scale = 0.0, 1 / max(1, len(facts))
         height = stem_blocks(self.lm, self.layers) if "equivalents" in self.caches else {}
         for batch, (stem,) in self._with_stems("equivalents", facts, [height]):
-            with edited(self.lm, leaves), fill_or_resume(self.lm, stem):
+            with edited(self.lm, edit), fill_or_resume(self.lm, stem):
                 loss = nll(self.lm.log_probs(batch), batch.targets) * (scale if batch.counts else 0.0)
                 loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         return total
 
-    def locality_backward(self, leaves: Mapping[str, Tensor], facts: Sequence[EncodedFact]) -> float:
-        """This process's part of L_loc over `facts`; adds λ_loc times its gradient to the leaves.
+    def locality_backward(self, edit: Overlay, facts: Sequence[EncodedFact]) -> float:
+        """This process's part of L_loc over `facts`; adds λ_loc times its gradient to the edit's.
 
         What lies below every edit is computed once for both forwards. Of a fact in the cache the unedited model runs
         its final norm and head only.
@@ -146,7 +140,7 @@ class LMSide:
         for batch, (stem, top) in self._with_stems("unrelated", facts, heights):
             with torch.no_grad(), fill_or_resume(self.lm, stem), fill_or_resume(self.lm, top):
                 reference = self.lm.log_probs(batch)
-            with edited(self.lm, leaves), fill_or_resume(self.lm, stem):
+            with edited(self.lm, edit), fill_or_resume(self.lm, stem):
                 loss = kl(reference, self.lm.log_probs(batch)) * (scale if batch.counts else 0.0)
                 if coef > 0:
                     (coef * loss).backward()  # type: ignore[no-untyped-call]

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from malmen.config import ModelConfig
 from malmen.errors import EditError
 from malmen.lm.devices import resolve_dtype
-from malmen.lm.model import LanguageModel, load_lm
+from malmen.lm.model import LanguageModel, load_lm, load_skeleton
 
 _CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,  # DeepSpeed needs it; it trains nothing here
@@ -71,7 +71,20 @@ def load_sharded_lm(config: ModelConfig) -> LanguageModel:
             lm = load_lm(config)
         del in_parts
     engine, *_ = deepspeed.initialize(model=lm.model, config=settings)
+    if resolve_dtype(config) == torch.bfloat16:
+        _restore_tables(engine.module, config)
     return ShardedLanguageModel(engine.module, lm.tokenizer, lm.kind)
+
+
+def _restore_tables(model: nn.Module, config: ModelConfig) -> None:
+    """Compute again, in float32, what a model computes and no checkpoint holds: loaded in parts it is in bfloat16, and
+    a model with a RoPE table in bfloat16 takes one position for another."""
+    skeleton, _ = load_skeleton(config, buffers=True)
+    stored = skeleton.state_dict().keys()
+    for name, table in skeleton.named_buffers():
+        if table.is_floating_point() and name not in stored:
+            module, _, key = name.rpartition(".")
+            setattr(model.get_submodule(module), key, table.to(model.get_buffer(name).device))
 
 
 @contextmanager

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 Kind = Literal["decoder", "encoder-decoder", "classifier"]
 CLASSES = ("REFUTES", "SUPPORTS")  # a classifier's answers, by index
+_FREE_PADDING = 32  # padded tokens of a micro-batch that cost no more than another micro-batch would
+_PADDING_SHARE = 0.05  # of its tokens, which may be padded beside them
 
 
 @dataclass(frozen=True)
@@ -213,18 +215,21 @@ class FactEncoder:
 
 
 def make_batches(facts: Sequence[EncodedFact], token_budget: int, pad_id: int) -> list[TokenBatch]:
-    """Micro-batches of similar lengths whose padded size stays within the budget (one fact always fits)."""
+    """Micro-batches of similar lengths whose padded size stays within the budget (one fact always fits). One that
+    would be padded by more than a batch of its own costs is cut."""
     sizes = [(len(fact.encoder_ids or ()), len(fact.input_ids)) for fact in facts]
     groups: list[list[int]] = []
-    widest = (0, 0)
+    widest, tokens = (0, 0), 0  # of the last group
     for index in sorted(range(len(facts)), key=lambda index: sizes[index]):
         wider = (max(widest[0], sizes[index][0]), max(widest[1], sizes[index][1]))
-        if groups and (len(groups[-1]) + 1) * sum(wider) <= token_budget:
+        more = tokens + sum(sizes[index])
+        padded = (len(groups[-1]) + 1) * sum(wider) if groups else 0
+        if groups and padded <= token_budget and padded - more <= _FREE_PADDING + _PADDING_SHARE * more:
             groups[-1].append(index)
-            widest = wider
+            widest, tokens = wider, more
         else:
             groups.append([index])
-            widest = sizes[index]
+            widest, tokens = sizes[index], sum(sizes[index])
     return [_pad(facts, group, pad_id) for group in groups]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
@@ -168,11 +169,12 @@ def load_lm(config: ModelConfig | str) -> LanguageModel:
     return LanguageModel(model if placement else model.to(device), tokenizer, kind)
 
 
-def load_skeleton(config: ModelConfig) -> tuple[nn.Module, Kind]:
-    """The model without weights, on torch's meta device: its modules and shapes. Takes no memory."""
+def load_skeleton(config: ModelConfig, *, buffers: bool = False) -> tuple[nn.Module, Kind]:
+    """The model without weights, on torch's meta device: its modules and shapes. Takes no memory; `buffers`: those are
+    computed, in float32 on the CPU."""
     with _loading_errors(config):
         kind, hf_config = _kind_and_config(config)
-        with torch.device("meta"):
+        with init_empty_weights(include_buffers=False) if buffers else torch.device("meta"):
             loader = _LOADERS[kind]
             return loader(hf_config) if kind == "classifier" else loader.from_config(hf_config), kind
 

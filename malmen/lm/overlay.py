@@ -19,12 +19,12 @@ Shifts = Mapping[str, Tensor]  # layer name -> S (value, key)
 
 
 @contextmanager
-def edited(lm: LanguageModel, shifts: Shifts) -> Iterator[None]:
+def edited(lm: LanguageModel, edit: Shifts | Overlay) -> Iterator[None]:
     """Inside, each named layer computes (W + S)u + bias; an edit inside another one adds to it.
 
     Where a shift is a leaf that requires a gradient, its `.grad` is ∇_W̃ of what is run inside.
     """
-    with edited_rows(lm, [(Overlay.of(lm, shifts), 0)]):
+    with edited_rows(lm, [(edit if isinstance(edit, Overlay) else Overlay.of(lm, edit), 0)]):
         yield
 
 
@@ -43,7 +43,7 @@ class Overlay:
     """An edit, ready to be laid over: as much memory as its shifts, and no more work per token than without it."""
 
     weights: dict[str, Tensor]  # W + S (value, key)
-    shifts: dict[str, Tensor]  # S (value, key), of layers where W + S cannot stand for W
+    shifts: dict[str, Tensor]  # S (value, key), of layers where W + S cannot stand for W; perhaps in a wider type
 
     @classmethod
     def of(cls, lm: LanguageModel, shifts: Shifts) -> Overlay:
@@ -59,6 +59,21 @@ class Overlay:
             else:
                 added[name] = shift.to(weight.device, weight.dtype)
         return cls(weights, added)
+
+    @classmethod
+    def of_leaves(cls, lm: LanguageModel, shifts: Shifts) -> Overlay:
+        """An edit whose tensors collect ∇_W̃ of all that is run under it, in float32 at least: W + S is formed once."""
+        overlay, wide = cls.of(lm, shifts), torch.promote_types(lm.dtype, torch.float32)
+        added = {name: shifts[name].to(shift.device, wide, copy=True) for name, shift in overlay.shifts.items()}
+        leaves = cls(overlay.weights, added)
+        for leaf in (*leaves.weights.values(), *leaves.shifts.values()):
+            leaf.requires_grad_()
+        return leaves
+
+    def grads(self) -> dict[str, Tensor]:
+        """What the tensors of `of_leaves` have collected: ∇_W̃ (value, key) by layer; zero where nothing was run."""
+        leaves = {**self.weights, **self.shifts}
+        return {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
 
     def num_bytes(self) -> int:
         """The memory it takes."""
@@ -118,4 +133,6 @@ class _EditedForward:
         if overlay and self.name in overlay.weights:
             return F.linear(keys, overlay.weights[self.name], self.bias)
         values: Tensor = self.unedited(keys)
-        return values + F.linear(keys, overlay.shifts[self.name]) if overlay and self.name in overlay.shifts else values
+        if overlay and self.name in overlay.shifts:
+            values = values + F.linear(keys, overlay.shifts[self.name].to(keys.dtype))
+        return values

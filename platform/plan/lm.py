@@ -16,6 +16,7 @@ from malmen.data.tokens import EncodedFact, TokenBatch, make_batches
 from malmen.lm.hooks import replaced_forward
 from malmen.lm.layers import LayerSpec, find_layers
 from malmen.lm.model import LanguageModel
+from malmen.lm.overlay import Overlay
 from malmen.lm.stem import stem_blocks
 from malmen.lm_side import LMSide
 from malmen.platform.plan.data import StepFacts, count_traced
@@ -120,11 +121,11 @@ def rehearse_lm(config: Config, planned: PlannedLM, facts: StepFacts, device: st
         with meter if device == "cpu" else nullcontext():  # they come from the actors into the host's memory
             shifts = {layer.name: torch.empty(layer.value_size, layer.key_size, device="meta") for layer in layers}
         with meter:
-            leaves = side.make_leaves(shifts)
+            edit = Overlay.of_leaves(lm, shifts)
         with meter.stage(rehearsed.costs, "meta_loss"):
-            side.generalization_backward(leaves, facts.equivalents)
+            side.generalization_backward(edit, facts.equivalents)
         with meter.stage(rehearsed.costs, "meta_loss"):
-            side.locality_backward(leaves, facts.unrelated)
+            side.locality_backward(edit, facts.unrelated)
     rehearsed.meta_peak, rehearsed.small_peak = meter.peak, meter.small_peak
     return rehearsed
 

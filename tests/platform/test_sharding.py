@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -32,3 +34,15 @@ with memory_given_back() if sys.argv[1] == "given_back" else nullcontext():
 def test_what_is_freed_is_given_back_though_glibc_would_keep_it(way: str, kept: range) -> None:
     ran = subprocess.run([sys.executable, "-c", CODE, way], capture_output=True, text=True, timeout=120, check=True)
     assert int(ran.stdout) in kept
+
+
+@pytest.mark.deepspeed
+@pytest.mark.slow  # a process imports DeepSpeed
+def test_a_llama_in_bfloat16_is_the_same_model_sharded_and_whole_at_far_positions(tmp_path: Path) -> None:
+    script = Path(__file__).parent.parent / "support" / "sharded_llama.py"
+    command = [sys.executable, str(script), str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout.splitlines()[-1]) == {
+        "equal": True, "buffers": ["torch.float32"], "same_model": True, "weights": "torch.bfloat16",
+    }  # fmt: skip

@@ -225,5 +225,19 @@ def test_batches_of_an_encoder_decoder_count_the_padded_tokens_of_both_stacks(bu
             assert batch.targets[batch.fact_of(batch.answer_mask) == index].tolist() == fact.targets
 
 
+@pytest.mark.parametrize("number", [64, 512])
+def test_batches_are_cut_by_length_where_padding_costs_more_than_another_batch(number: int) -> None:
+    rng = random.Random(1)
+    lengths = [min(30, max(5, round(rng.gauss(12, 4)))) for _ in range(number)]
+    facts = [EncodedFact([1] * length, length - 1, [2]) for length in lengths]
+    batches = make_batches(facts, 10_000, pad_id=0)
+    for batch in batches:
+        tokens = int(batch.masks["decoder"].sum())
+        assert batch.masks["decoder"].numel() - tokens <= 32 + 0.05 * tokens
+    assert sum(batch.masks["decoder"].numel() for batch in batches) < 1.15 * sum(lengths)
+    assert len(batches) <= 12  # the control: without padding it would be one for each length
+    assert sum(lengths) < 0.6 * number * max(lengths), "one batch would be mostly padding"
+
+
 def test_no_facts_make_no_batches() -> None:
     assert make_batches([], 100, pad_id=0) == []

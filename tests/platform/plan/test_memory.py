@@ -18,6 +18,7 @@ from malmen.editor import Editor
 from malmen.least_squares import DualSolution, PrimalSolution
 from malmen.lm.layers import find_layers
 from malmen.lm.model import LanguageModel, fact_encoder, load_lm
+from malmen.lm.overlay import Overlay
 from malmen.lm.trace import Traces, trace
 from malmen.lm_side import LMSide
 from malmen.platform.plan.data import StepFacts
@@ -138,8 +139,8 @@ def test_the_lms_rehearsal_holds_and_executes_as_much_as_the_step(lm: LanguageMo
     shifts = {layer.name: torch.zeros(layer.value_size, layer.key_size) for layer in layers}
     meter = Meter(*lm.model.parameters(), *lm.model.buffers(), *shifts.values())
     with meter, FlopCounterMode(display=False) as counter:
-        leaves = side.make_leaves(shifts)
-        side.generalization_backward(leaves, facts.equivalents)
-        side.locality_backward(leaves, facts.unrelated)
+        edit = Overlay.of_leaves(lm, shifts)
+        side.generalization_backward(edit, facts.equivalents)
+        side.locality_backward(edit, facts.unrelated)
     assert found.meta_peak == pytest.approx(meter.peak, rel=0.05)
     assert found.costs["meta_loss"].total_flops == pytest.approx(counter.get_total_flops(), rel=0.05)
