@@ -31,20 +31,24 @@ def _traces(lm: LanguageModel, layers: list[LayerSpec], config: Config, step: in
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "tokens", "weight"),
+    ("aggregation", "tokens", "weight", "parametrisation", "meta_lr"),
     [
-        ("least_squares", "answer", 0.0),
-        ("least_squares", "all", 0.0),
-        ("sum", "all", 0.0),
-        ("least_squares", "answer", 2.0),
+        ("least_squares", "answer", 0.0, "relative", 1e-2),
+        ("least_squares", "all", 0.0, "relative", 1e-2),
+        ("sum", "all", 0.0, "relative", 1e-2),
+        ("least_squares", "answer", 2.0, "relative", 1e-2),
+        ("least_squares", "answer", 0.0, "paper", 1e-5),
     ],
-    ids=["dual", "primal", "sum", "preserved"],
+    ids=["dual", "primal", "sum", "preserved", "papers"],
 )
 def test_three_actors_that_share_two_layers_equal_one_editor(
-    aggregation: str, tokens: str, weight: float, tmp_path: Path
+    aggregation: str, tokens: str, weight: float, parametrisation: str, meta_lr: float, tmp_path: Path
 ) -> None:
-    editor = {"aggregation": aggregation, "tokens": tokens, "preserved_weight": weight}
-    config = make_platform_config("gpt2", tmp_path, cluster={"hypernet_actors": 3}, editor=editor)
+    editor = {
+        "aggregation": aggregation, "tokens": tokens, "preserved_weight": weight, "parametrisation": parametrisation,
+    }  # fmt: skip
+    changes = {"cluster": {"hypernet_actors": 3}, "editor": editor, "training": {"meta_lr": meta_lr}}
+    config = make_platform_config("gpt2", tmp_path, **changes)
     lm = load_lm(config.model)
     layers = find_layers(lm.model, "last:2")
     expected = make_editor(lm, config)

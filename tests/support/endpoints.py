@@ -27,7 +27,14 @@ LENIENT = GuardConfig(min_success=0, max_shift_ratio=1e9, max_perplexity_ratio=1
 
 def untrained_editor(lm: LanguageModel, dtype: str = "float32", **editor: object) -> Editor:
     """The hyper-network is the identity at the start: with its normalisers set it is a usable editor as it is."""
-    settings = {"layers": "last:3", "rank": 8, "edit_lr": 0.003, "damping": 1.0, **editor}
+    settings = {
+        "layers": "last:3",
+        "rank": 8,
+        "edit_lr": 0.003,
+        "damping": 1.0,
+        "parametrisation": "relative",
+        **editor,
+    }
     config = Config.model_validate({"editor": settings, "model": {"dtype": dtype}})
     torch.manual_seed(0)
     made = Editor(find_layers(lm.model, config.editor.layers, config.editor.ffn), config)

@@ -39,7 +39,7 @@ def make_platform_config(kind: str, folder: Path, **changes: dict[str, Any]) -> 
         write_records(kind, records)
     settings: dict[str, dict[str, Any]] = {
         "model": {"name": str(model), "dtype": "float64", "device": "cpu"},
-        "editor": {"layers": "last:2", "rank": 5, "edit_lr": 0.01},
+        "editor": {"layers": "last:2", "rank": 5, "edit_lr": 0.01, "parametrisation": "relative"},
         "training": {"num_edits": 5, "steps": 3, "meta_lr": 1e-2, "checkpoint_every": 2, "locality_coef": 0.7},
         "data": {"train": str(records), "validation": str(records), "format": "malmen"},
         "batch": {"token_budget": 40, "hypernet_rows": 7},

@@ -9,7 +9,7 @@ def make_config(**training: object) -> Config:
     """Six steps of five edits in two layers; `training` changes that."""
     return Config.model_validate(
         {
-            "editor": {"layers": "last:2", "rank": 8, "edit_lr": 1e-3},
+            "editor": {"layers": "last:2", "rank": 8, "edit_lr": 1e-3, "parametrisation": "relative"},
             "training": {
                 "num_edits": 5,
                 "steps": 6,
