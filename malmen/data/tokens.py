@@ -233,6 +233,11 @@ def make_batches(facts: Sequence[EncodedFact], token_budget: int, pad_id: int) -
     return [_pad(facts, group, pad_id) for group in groups]
 
 
+def one_batch(facts: Sequence[EncodedFact], pad_id: int) -> TokenBatch:
+    """All facts in one batch, in their order, whatever the padding."""
+    return _pad(facts, list(range(len(facts))), pad_id)
+
+
 def _pad(facts: Sequence[EncodedFact], group: list[int], pad_id: int) -> TokenBatch:
     members = [facts[index] for index in group]
     input_ids, mask = _pad_ids([fact.input_ids for fact in members], pad_id)

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from malmen.data.tokens import MetaBatch, make_batches
+from malmen.data.tokens import MetaBatch, one_batch
 from malmen.editor import Editor
 from malmen.errors import EditError
 from malmen.hypernet import HyperNetwork, run_in_batches
@@ -33,8 +33,7 @@ def concatenated_backward(lm: LanguageModel, editor: Editor, batch: MetaBatch) -
     if not batch.equivalents or not batch.unrelated:
         raise EditError("one graph needs equivalents and unrelated facts in the step; the records have none")
     edits, equivalents, unrelated = (
-        make_batches(facts, sys.maxsize, lm.pad_id)[0].to(lm.device)
-        for facts in (batch.edits, batch.equivalents, batch.unrelated)
+        one_batch(facts, lm.pad_id).to(lm.device) for facts in (batch.edits, batch.equivalents, batch.unrelated)
     )
     traces = trace(lm, editor.layers, [edits], settings.tokens)
     editor.observe(traces)

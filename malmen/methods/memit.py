@@ -8,7 +8,6 @@ S = R Kᵀ (w C + K Kᵀ)⁻¹, with the keys K of the subjects, their residuals
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from malmen.config import Config, MemitConfig
 from malmen.data.records import Fact
 from malmen.data.splits import training_records
-from malmen.data.tokens import EncodedFact, TokenBatch, make_batches
+from malmen.data.tokens import EncodedFact, TokenBatch, make_batches, one_batch
 from malmen.edit_method import PlainEdit, UntrainedMethod, finite, require_facts
 from malmen.errors import EditError
 from malmen.lm.hooks import hooked
@@ -133,10 +132,10 @@ def _optimise(
     settings: MemitConfig,
 ) -> Tensor:  # fmt: skip
     flat = [placed for variants in varied for placed in variants]
-    batch = _one_batch(lm, [placed.encoded for placed in flat])
+    batch = one_batch([placed.encoded for placed in flat], lm.pad_id).to(lm.device)
     prompts = [placed.encoded for placed in essence]  # alone; only their last positions count
     cut = [replace(fact, input_ids=fact.input_ids[: fact.first + 1], targets=[0]) for fact in prompts]
-    about = _one_batch(lm, cut)
+    about = one_batch(cut, lm.pad_id).to(lm.device)
     with torch.no_grad():
         unedited = lm.log_probs(about)
     sizes = before.norm(dim=-1)
@@ -172,11 +171,6 @@ def _log_probs(lm: LanguageModel, block: int, batch: TokenBatch, placed: Sequenc
     """Those of the answers when each subject's hidden state is moved by its row of `deltas` (batch, hidden)."""
     with hooked([(lm.blocks("decoder")[block], partial(add_at, deltas, last_tokens(batch, placed)))]):
         return lm.log_probs(batch)
-
-
-def _one_batch(lm: LanguageModel, encoded: Sequence[EncodedFact]) -> TokenBatch:
-    (batch,) = make_batches(encoded, sys.maxsize, lm.pad_id)
-    return batch.to(lm.device)
 
 
 # --- where a subject ends in the tokens, and the keys and hidden states there ------------------------------

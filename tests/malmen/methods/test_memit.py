@@ -20,7 +20,7 @@ from worded_models import DECODERS, worded_lm
 from malmen.config import Config
 from malmen.data.records import Fact
 from malmen.data.subjects import edits_of
-from malmen.data.tokens import make_batches
+from malmen.data.tokens import one_batch
 from malmen.data.world import world_records
 from malmen.errors import EditError
 from malmen.lm.key_moments import key_moments, read_texts
@@ -160,7 +160,7 @@ def test_values_make_the_answers_of_a_real_model_more_probable(tmp_path: Path) -
     before = hidden_at(lm, 0, placed, 4096)
     found = find_values(lm, 0, FACTS, [[one] for one in placed], places, before, settings.baselines.memit, 4096)
     assert (found.norm(dim=-1) <= 4 * before.norm(dim=-1) * (1 + 1e-5)).all()
-    (batch,) = make_batches([one.encoded for one in placed], 10**9, lm.pad_id)
+    batch = one_batch([one.encoded for one in placed], lm.pad_id)
     plain = lm.log_probs(batch).gather(1, batch.targets[:, None])
     hook = partial(add_at, found[batch.facts], last_tokens(batch, placed))
     handle = lm.blocks("decoder")[0].register_forward_hook(hook)
