@@ -15,7 +15,9 @@ import resource
 import statistics
 import sys
 import time
+from itertools import islice
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
@@ -67,7 +69,10 @@ def make_step(args: argparse.Namespace, vocabulary: int, step: int) -> MetaBatch
         facts = [[drawn_fact(rng, vocabulary, mean) for _ in range(args.edits)] for mean in (12, 12, 14)]
         return MetaBatch(*facts)
     encoder = FactEncoder(AutoTokenizer.from_pretrained(args.tokenizer), "decoder")
-    records = read_records(args.rows)[step * args.edits : (step + 1) * args.edits]
+    with args.rows.open(encoding="utf-8") as lines, NamedTemporaryFile("w", suffix=".jsonl") as part:
+        part.writelines(islice(lines, step * args.edits, (step + 1) * args.edits))  # the whole file would take memory
+        part.flush()
+        records = read_records(part.name)
     if len(records) < args.edits:
         sys.exit(f"{args.rows} has too few rows for step {step} of {args.edits} edits")
     return MetaBatch(
@@ -139,8 +144,8 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=1920)
     parser.add_argument("--rows", type=Path, help="real rows with the fields of zsRE")
     parser.add_argument("--tokenizer", help="a tokenizer's folder or name, with --rows")
-    parser.add_argument("--token-budget", type=int, default=4096)
-    parser.add_argument("--hypernet-rows", type=int, default=4096)
+    parser.add_argument("--token-budget", type=int, default=1024)
+    parser.add_argument("--hypernet-rows", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=0)
     args = parser.parse_args()
     if (args.rows is None) != (args.tokenizer is None):

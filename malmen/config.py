@@ -124,8 +124,8 @@ class DataConfig(Section):
 class BatchConfig(Section):
     """How the work is cut into batches; no result depends on it."""
 
-    token_budget: int = Field(default=4096, gt=0, description="padded tokens per LM micro-batch")
-    hypernet_rows: int = Field(default=4096, gt=0, description="tokens per hyper-network batch")
+    token_budget: int = Field(default=1024, gt=0, description="padded tokens per LM micro-batch")
+    hypernet_rows: int = Field(default=2048, gt=0, description="tokens per hyper-network batch")
     cache_mb: int = Field(
         default=1024, ge=0, description="MB for results of the LM that later epochs need again; 0: none are kept"
     )

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 Kind = Literal["decoder", "encoder-decoder", "classifier"]
 CLASSES = ("REFUTES", "SUPPORTS")  # a classifier's answers, by index
-_FREE_PADDING = 32  # padded tokens of a micro-batch that cost no more than another micro-batch would
+_FREE_PADDING = 64  # padded tokens of a micro-batch that cost no more than another micro-batch would
 _PADDING_SHARE = 0.05  # of its tokens, which may be padded beside them
 
 

@@ -23,6 +23,7 @@ from transformers import (
     BertPreTrainedModel,
     PretrainedConfig,
 )
+from transformers.activations import NewGELUActivation
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from malmen.config import SPLIT, Config, DataConfig, ModelConfig
@@ -66,6 +67,7 @@ class LanguageModel:
 
     def __post_init__(self) -> None:
         self.model.requires_grad_(False).eval()
+        _fuse_activations(self.model)
         self.stacks = find_stacks(self.model)
         # Whether its blocks return a tensor or a tuple with it; unknown until one has run (stem.py).
         self.plain_blocks: bool | None = None
@@ -138,6 +140,15 @@ class LanguageModel:
     def weight_norm(self, layer: str) -> float:
         """‖W‖ of a layer, in float64."""
         return float(self.model.get_parameter(f"{layer}.weight").double().norm())
+
+
+def _fuse_activations(model: nn.Module) -> None:
+    """Compute GPT-2's GELU by one operation: transformers' class takes seven, and keeps what each gives for the way
+    back."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, NewGELUActivation):
+                setattr(module, name, nn.GELU(approximate="tanh"))
 
 
 # --- loading -----------------------------------------------------------------------------------------
