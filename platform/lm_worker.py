@@ -37,6 +37,8 @@ class LMWorker(LMSide):
         self.sharded = config.lm.sharding == "zero3"
         model = on_own_device(config.model)
         lm = load_sharded_lm(model) if self.sharded else load_lm(model)
+        if len(dtypes := {str(dtype) for dtype in self.gather(lm.dtype)}) > 1:
+            raise EditError(f"model.dtype=auto is {' and '.join(sorted(dtypes))} on different nodes: set model.dtype")
         self.encoder = fact_encoder(lm, config.data)
         self.sampler = Sampler(config, self.encoder, training_records(config))
         self.sampler.check_lengths()

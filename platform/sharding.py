@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from malmen.config import ModelConfig
 from malmen.errors import EditError
-from malmen.lm.devices import resolve_dtype
-from malmen.lm.model import LanguageModel, load_lm, load_skeleton
+from malmen.lm.model import LanguageModel, load_lm, load_skeleton, model_dtype
 
 _CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,  # DeepSpeed needs it; it trains nothing here
@@ -62,8 +61,8 @@ def load_sharded_lm(config: ModelConfig) -> LanguageModel:
     # A C++ extension for collectives in shared memory would be compiled at the first initialize, for two minutes, and
     # fail without a compiler. torch's own collectives do. The table is private: where it is gone, so is this shortcut.
     getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
-    settings = {**_CONFIG, "bf16": {"enabled": resolve_dtype(config) == torch.bfloat16}}
-    if resolve_dtype(config) == torch.float64:  # zero.Init would make it float32; such models are small and for tests
+    settings = {**_CONFIG, "bf16": {"enabled": model_dtype(config) == torch.bfloat16}}
+    if model_dtype(config) == torch.float64:  # zero.Init would make it float32; such models are small and for tests
         lm = load_lm(config)
     else:
         in_parts = HfDeepSpeedConfig(settings)  # from_pretrained asks whether such an object is alive
@@ -71,7 +70,7 @@ def load_sharded_lm(config: ModelConfig) -> LanguageModel:
             lm = load_lm(config)
         del in_parts
     engine, *_ = deepspeed.initialize(model=lm.model, config=settings)
-    if resolve_dtype(config) == torch.bfloat16:
+    if model_dtype(config) == torch.bfloat16:
         _restore_tables(engine.module, config)
     return ShardedLanguageModel(engine.module, lm.tokenizer, lm.kind)
 

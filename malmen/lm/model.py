@@ -158,7 +158,7 @@ def load_lm(config: ModelConfig | str) -> LanguageModel:
     """Load a model from a local folder, a hub name, a GGUF file, or `builtin`. EditError if it cannot be loaded."""
     config = ModelConfig(name=config) if isinstance(config, str) else config
     name, options = _location(config)
-    device, dtype = resolve_device(config), resolve_dtype(config)
+    device, dtype = resolve_device(config), model_dtype(config)
     placement = {"device_map": "balanced"} if config.device == SPLIT else {}
     with _loading_errors(config):
         kind, _ = _kind_and_config(config)
@@ -178,6 +178,14 @@ def load_lm(config: ModelConfig | str) -> LanguageModel:
             f"{config.name!r}: give it more GPUs (cluster.lm_gpus, reader.gpus), or a smaller model.dtype"
         )
     return LanguageModel(model if placement else model.to(device), tokenizer, kind)
+
+
+def model_dtype(config: ModelConfig) -> torch.dtype:
+    """The type this process would give the model's weights."""
+    if config.dtype != "auto":
+        return resolve_dtype(config, 0)
+    with _loading_errors(config):
+        return resolve_dtype(config, int(_kind_and_config(config)[1].hidden_size))
 
 
 def load_skeleton(config: ModelConfig, *, buffers: bool = False) -> tuple[nn.Module, Kind]:

@@ -15,10 +15,12 @@ from typing import Any, TypeVar, cast
 import torch
 
 from malmen.config import SPLIT, Config
+from malmen.lm.devices import resolve_dtype
 from malmen.platform.plan.data import StepFacts, count_traced, step_facts
 from malmen.platform.plan.hypernet import Equation, find_equations, rehearse_hypernet
 from malmen.platform.plan.lm import PlannedLM, RehearsedLM, plan_lm, rehearse_lm
 from malmen.platform.plan.memory import GB, MB, Role, hypernet_role, lm_role
+from malmen.platform.plan.shapes import hidden_size
 from malmen.platform.plan.timing import (
     GATHER,
     NETWORK,
@@ -178,9 +180,9 @@ def find_devices(config: Config) -> tuple[str, str]:
 
 def planned_dtype(config: Config) -> torch.dtype:
     """The LM's, as `model.dtype` says or as its device would have it."""
-    if config.model.dtype != "auto":
-        return getattr(torch, config.model.dtype)  # type: ignore[no-any-return]
-    return torch.bfloat16 if find_devices(config)[0] == "cuda" else torch.float32
+    if config.model.dtype == "auto" and find_devices(config)[0] == "cuda":
+        return torch.bfloat16
+    return resolve_dtype(config.model.model_copy(update={"device": "cpu"}), hidden_size(config.model))
 
 
 def _assumptions(

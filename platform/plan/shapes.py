@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import tempfile
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -87,6 +88,12 @@ def known_shape(name: str) -> str | None:
     """The entry of the table that a model's name stands for."""
     last = name.rstrip("/").rsplit("/", 1)[-1].lower()
     return max((known for known in KNOWN if known in last), key=len, default=None)
+
+
+@cache
+def hidden_size(config: ModelConfig) -> int:
+    """The size of a model's hidden states."""
+    return int(cast(Any, find_skeleton(config)[0]).config.hidden_size)
 
 
 def find_skeleton(config: ModelConfig) -> tuple[nn.Module, Kind, str]:

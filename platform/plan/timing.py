@@ -14,6 +14,7 @@ from torch import nn
 
 from malmen.config import Config
 from malmen.errors import UsageError
+from malmen.lm.devices import bfloat16_gain
 from malmen.lm.stem import stem_blocks
 from malmen.platform.plan.data import StepFacts
 from malmen.platform.plan.hypernet import RehearsedHypernet
@@ -68,6 +69,8 @@ def find_rates(device: str, dtype: torch.dtype, processes: int, gflops: float | 
     threads = max(1, (os.cpu_count() or 1) // processes)
     factor, where = (1, "half an A100") if device == "cuda" else (threads, f"{threads} of the cores here")
     assumed = {kind: rate * factor for kind, rate in _PRODUCTS[device].items()}
+    if device == "cpu" and dtype == torch.bfloat16:
+        assumed[dtype] = assumed[torch.float32] * bfloat16_gain()
     known, rate, memory, source = dtype, assumed[dtype], _MEMORY[device], f"assumed ({where})"
     if measure:
         if device == "cuda":

@@ -15,9 +15,9 @@ from torch.testing import assert_close
 from malmen.config import Config, ModelConfig
 from malmen.data.tokens import MetaBatch, make_batches
 from malmen.errors import EditError, UsageError
-from malmen.lm.devices import peak_memory_mb, resolve_device, resolve_dtype
+from malmen.lm.devices import bfloat16_gain, peak_memory_mb, resolve_device, resolve_dtype
 from malmen.lm.layers import find_layers
-from malmen.lm.model import LanguageModel
+from malmen.lm.model import LanguageModel, model_dtype
 from malmen.lm.overlay import Overlay, edited, edited_rows
 from malmen.meta import meta_step
 from malmen.methods.memit import Memit
@@ -85,14 +85,31 @@ def test_an_unknown_device_is_named_with_what_there_is() -> None:
         resolve_device(ModelConfig(device="gpu"))
 
 
-def test_by_itself_a_model_on_the_cpu_is_in_float32() -> None:
-    assert resolve_dtype(ModelConfig(device="cpu")) == torch.float32
+@pytest.mark.parametrize(
+    ("gain", "width", "dtype"),
+    [(2.8, 768, torch.bfloat16), (2.8, 160, torch.float32), (1.4, 768, torch.float32), (0.01, 4096, torch.float32)],
+)
+def test_by_itself_a_wide_model_is_in_bfloat16_on_a_cpu_that_is_faster_in_it(
+    gain: float, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("malmen.lm.devices.bfloat16_gain", lambda: gain)
+    assert resolve_dtype(ModelConfig(device="cpu"), width) == dtype
+    assert resolve_dtype(ModelConfig(device="cpu", dtype="float64"), width) == torch.float64
+
+
+def test_the_built_in_model_is_narrow_and_stays_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("malmen.lm.devices.bfloat16_gain", lambda: 100.0)
+    assert model_dtype(ModelConfig(device="cpu")) == torch.float32
+
+
+def test_the_gain_of_bfloat16_is_measured_once() -> None:
+    assert bfloat16_gain() == bfloat16_gain() > 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or bool(torch.version.hip), reason="needs an NVIDIA GPU")
 def test_by_itself_a_model_is_in_bfloat16_only_on_a_gpu_that_does_not_emulate_it() -> None:
     since_ampere = torch.cuda.get_device_capability()[0] >= 8
-    assert resolve_dtype(ModelConfig(device="cuda")) == (torch.bfloat16 if since_ampere else torch.float32)
+    assert resolve_dtype(ModelConfig(device="cuda"), 768) == (torch.bfloat16 if since_ampere else torch.float32)
 
 
 def test_memit_refuses_a_model_on_several_devices() -> None:

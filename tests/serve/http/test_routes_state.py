@@ -9,7 +9,7 @@ import torch
 from endpoints import world_facts
 from one_process import Endpoint
 
-from malmen.data.tokens import make_batches
+from malmen.data.tokens import one_batch
 from malmen.lm.model import fact_encoder
 from malmen.lm.overlay import edited
 
@@ -66,7 +66,7 @@ def test_exported_files_give_the_endpoints_logits(fresh: Endpoint, tmp_path: Pat
             (folders[kind] / name).write_bytes(fresh.admin.get(address).content)
     lm, reader = fresh.workers.reader.lm, fresh.workers.reader
     encoder = fact_encoder(lm, reader.config.data)
-    batch = make_batches([encoder.encode(fact) for fact in world_facts(8)], 4096, lm.pad_id)[0]
+    batch = one_batch([encoder.encode(fact) for fact in world_facts(8)], lm.pad_id)
     shifts = reader.blobs.get(fresh.backend.ledger.resolve(made["version"]).shifts)
     with torch.no_grad(), edited(lm, shifts):
         expected = lm.model(**batch.inputs).logits
