@@ -273,8 +273,7 @@ FAST = {  # the preset `fast`: what learns in tens of steps on models of up to s
 def load_config(path: Path | None, overrides: Sequence[str] = (), settings: Mapping[str, Any] | None = None) -> Config:
     """The config of a YAML file; `settings` by key come on top of it, `section.key=value` overrides on top of both.
 
-    `preset: NAME` in the file stands for the preset's values, which the file's own keys replace. `preset=NAME` as an
-    override replaces the file's.
+    The file's own keys replace those of its `preset: NAME`; the override `preset=NAME` replaces the file's.
     """
     file = {} if path is None else read_yaml(path, "config")
     values = [("preset", file.pop("preset", "paper")), *flatten(file).items()]
