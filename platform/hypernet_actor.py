@@ -23,7 +23,7 @@ from torch import Tensor
 
 from malmen.config import Config
 from malmen.editor import Editor, Solved, seeded_editor
-from malmen.lm.devices import peak_memory_mb, resolve_device
+from malmen.lm.devices import exhausted, peak_memory_mb, resolve_device
 from malmen.lm.layers import LayerSpec
 from malmen.lm.trace import LayerTrace, Traces
 from malmen.meta import Stopwatch
@@ -257,8 +257,13 @@ class HypernetActor:
 
     @contextmanager
     def _note(self, activity: str) -> Iterator[None]:
+        """What it does inside. No memory or no disk is no loss of the actor: repeating would not help."""
         self._activity = (activity, time.time())
         try:
             yield
+        except (RuntimeError, MemoryError, OSError) as error:
+            if message := exhausted(error):
+                raise message from error
+            raise
         finally:
             self._activity = (f"idle after {activity}", time.time())

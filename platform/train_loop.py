@@ -16,7 +16,7 @@ from ray.train import get_context
 from malmen.config import Config
 from malmen.data.splits import check_encodable, shared_facts, validation_records
 from malmen.errors import EditError, wrong_base_model
-from malmen.lm.devices import peak_memory_mb
+from malmen.lm.devices import exhausted, peak_memory_mb
 from malmen.lm.trace import Traces
 from malmen.platform import events
 from malmen.platform.hypernet_group import HypernetGroup, HypernetLost
@@ -45,8 +45,9 @@ class LoopSettings:
 
 
 def train_loop(settings: Mapping[str, Any]) -> None:
-    """Runs in each LM worker process that Ray Train starts (train.py). An EditError is a message for people: it
-    ends the run, where any other error makes the driver start the LM workers again."""
+    """Runs in each LM worker process that Ray Train starts (train.py). An EditError is a message for people, and so is
+    what is said of a node without memory or disk: it ends the run. Any other error makes the driver start the LM
+    workers again."""
     loop: LoopSettings = ray.get(settings["loop"], timeout=60)
     context = get_context()
     rank, size = context.get_world_rank(), context.get_world_size()
@@ -58,8 +59,11 @@ def train_loop(settings: Mapping[str, Any]) -> None:
     try:
         Rank(loop, LMWorker(loop.config, rank, size, note)).run()
         note("done")
-    except EditError as error:
-        ray.get(loop.board.post.remote(events.Failed(error)), timeout=60)
+    except (EditError, RuntimeError, MemoryError, OSError) as error:
+        message = error if isinstance(error, EditError) else exhausted(error)
+        if message is None:
+            raise
+        ray.get(loop.board.post.remote(events.Failed(message)), timeout=60)
 
 
 class Rank:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import resource
+import socket
 import sys
 from functools import cache, partial
 from timeit import repeat
@@ -11,7 +13,7 @@ from typing import cast
 import torch
 
 from malmen.config import SPLIT, ModelConfig
-from malmen.errors import EditError, UsageError
+from malmen.errors import EditError, UsageError, last_line
 
 _WIDE = 512  # hidden states below this size gain little by bfloat16
 _WORTH_IT = 1.5  # times as fast, to give up digits for it
@@ -52,6 +54,20 @@ def bfloat16_gain() -> float:
         left, right = torch.ones(256, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
         seconds[dtype] = min(repeat(partial(torch.mm, left, right), number=1, repeat=5))
     return seconds[torch.float32] / seconds[torch.bfloat16]
+
+
+def exhausted(error: BaseException) -> EditError | None:
+    """What people are told of an error that would come again however often the work is repeated: this node has no
+    memory or no disk left. None of any other error."""
+    node = f"node {socket.gethostname()}"
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
+        return EditError(
+            f"{node} is out of memory: {last_line(error)}. `malmen plan` says which settings fit: fewer "
+            "batch.token_budget, batch.hypernet_rows or training.num_edits, or more processes"
+        )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return EditError(f"{node} has no disk space: {last_line(error)}. Make room; the same command resumes the run")
+    return None
 
 
 def peak_memory_mb() -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,7 +66,8 @@ def atomic_folder(target: Path, replaces: str) -> Iterator[Path]:
         try:
             yield fresh
         except SafetensorError as error:
-            raise OSError(f"cannot write {target}: {error}") from error
+            number = re.search(r"os error (\d+)", str(error))  # what the kernel said, e.g. 28: no space left
+            raise OSError(int(number[1]) if number else errno.EIO, f"cannot write {target}: {error}") from error
         for path in (*fresh.rglob("*"), fresh):
             sync(path)
         if target.exists():

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import ray
 import torch
+from full_disk import full_disk
 from platform_runs import make_platform_config
 from torch.testing import assert_close
 
@@ -18,8 +19,10 @@ from malmen.lm.layers import LayerSpec, find_layers
 from malmen.lm.model import LanguageModel, fact_encoder, load_lm
 from malmen.lm.trace import Traces
 from malmen.lm_side import LMSide
+from malmen.platform.hypernet_actor import HypernetActor
 from malmen.platform.hypernet_group import HypernetGroup
 from malmen.platform.wire import to_tensor
+from malmen.runs.storage import RunStore
 from malmen.training import make_editor
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -108,3 +111,15 @@ def test_an_editors_error_reaches_the_asker_as_a_message(tmp_path: Path) -> None
     finally:
         for actor in group.actors:
             ray.kill(actor)
+
+
+def test_a_full_disk_ends_the_run_with_advice_instead_of_losing_the_actor_again_and_again(tmp_path: Path) -> None:
+    config = make_platform_config("gpt2", tmp_path)
+    actor = HypernetActor(config, find_layers(load_lm(config.model).model, "last:1"), threads=1)
+    actor.load(None)
+    actor.join("generation", 0, 1, None, 1.0)
+    with full_disk(left=500), pytest.raises(EditError, match=r"has no disk space: .*the same command resumes the run"):
+        actor.save("generation", str(tmp_path / "run"), "fingerprint", {})
+    assert RunStore(tmp_path / "run").checkpoints() == []
+    actor.save("generation", str(tmp_path / "run"), "fingerprint", {})  # once there is room
+    assert RunStore(tmp_path / "run").checkpoints() == ["checkpoint-0000000"]

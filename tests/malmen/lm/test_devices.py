@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from accelerate import dispatch_model
+from full_disk import full_disk
 from tiny_models import make_setup, random_facts, tiny_lm
 from torch.testing import assert_close
 
 from malmen.config import Config, ModelConfig
 from malmen.data.tokens import MetaBatch, make_batches
 from malmen.errors import EditError, UsageError
-from malmen.lm.devices import bfloat16_gain, peak_memory_mb, resolve_device, resolve_dtype
+from malmen.lm.devices import bfloat16_gain, exhausted, peak_memory_mb, resolve_device, resolve_dtype
 from malmen.lm.layers import find_layers
 from malmen.lm.model import LanguageModel, model_dtype
 from malmen.lm.overlay import Overlay, edited, edited_rows
@@ -124,3 +127,17 @@ def test_a_process_knows_its_peak() -> None:
     held = torch.ones(2**25)
     assert peak_memory_mb()["rss"] >= before > 0
     del held
+
+
+def test_a_node_without_memory_or_disk_is_told_with_what_helps(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError) as no_memory:
+        torch.empty(2**50)
+    with full_disk(left=100), pytest.raises(OSError) as no_disk:
+        (tmp_path / "file").write_bytes(bytes(1000))
+    for error, told in (
+        (no_memory, "is out of memory: .*batch.token_budget"),
+        (no_disk, "has no disk space: .*resumes"),
+    ):
+        assert re.search(told, str(exhausted(error.value)))
+    assert exhausted(RuntimeError("connection closed by peer")) is None
+    assert exhausted(FileNotFoundError(2, "no such file")) is None
