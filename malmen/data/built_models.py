@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedT
 
 from malmen.data.readers import read_records
 from malmen.data.records import EditRecord, Fact
-from malmen.data.tokens import CLASSES, EncodedFact, FactEncoder, TokenBatch, make_batches
+from malmen.data.tokens import CLASSES, EncodedFact, FactEncoder, TokenBatch, make_batches, one_batch
 from malmen.data.world import WORLD_MANIFEST, WORLD_SEED, make_world
 from malmen.errors import EditError
 from malmen.runs.files import atomic_folder, check_replaceable
@@ -73,7 +72,9 @@ class _Trainee:
             total = 0.0
             order = random.Random(f"{self.name}/{training.seed}/{epoch}").sample(learnt, len(learnt))
             for step in range(steps):
-                (batch,) = self._batches(order[step * size : (step + 1) * size], sys.maxsize)
+                batch = one_batch(order[step * size : (step + 1) * size], self.tokenizer.pad_token_id or 0).to(
+                    self.model.device
+                )
                 loss = self.loss(self.model, batch)
                 self.optimizer.zero_grad(set_to_none=True)
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -92,7 +93,8 @@ class _Trainee:
         """The share of facts of whose answer every token is right."""
         self.model.eval()
         right = len(facts)
-        for batch in self._batches(facts, _EVALUATION_TOKENS):
+        for batch in make_batches(facts, _EVALUATION_TOKENS, self.tokenizer.pad_token_id or 0):
+            batch = batch.to(self.model.device)
             missed = self.answers(self.model, batch) != batch.targets
             right -= len(batch.fact_of(batch.answer_mask)[missed].unique())
         return right / len(facts)
@@ -103,10 +105,6 @@ class _Trainee:
             self.model.save_pretrained(fresh)
             self.tokenizer.save_pretrained(fresh)
             (fresh / marker).write_text(json.dumps(manifest, indent=1) + "\n")
-
-    def _batches(self, facts: Facts, token_budget: int) -> list[TokenBatch]:
-        batches = make_batches(facts, token_budget, self.tokenizer.pad_token_id or 0)
-        return [batch.to(self.model.device) for batch in batches]
 
 
 def build_world_model(

@@ -234,7 +234,7 @@ def test_batches_are_cut_by_length_where_padding_costs_more_than_another_batch(n
     for batch in batches:
         tokens = int(batch.masks["decoder"].sum())
         assert batch.masks["decoder"].numel() - tokens <= 64 + 0.05 * tokens
-    assert sum(batch.masks["decoder"].numel() for batch in batches) < 1.15 * sum(lengths)
+    assert sum(batch.masks["decoder"].numel() for batch in batches) < 1.25 * sum(lengths)
     assert len(batches) <= 12  # the control: without padding it would be one for each length
     assert sum(lengths) < 0.6 * number * max(lengths), "one batch would be mostly padding"
 
