@@ -106,3 +106,22 @@ def test_a_full_cache_takes_nothing_more_and_gives_the_same() -> None:
     assert cache.used_bytes <= 3000
     assert 0 < cache.hits < len(facts)
     assert_close(traces, _side(setup, 30, None).trace(facts), rtol=1e-9, atol=1e-12)
+
+
+def test_in_bfloat16_any_cut_of_the_work_gives_the_same_within_its_rounding(kind: str) -> None:
+    """A micro-batch's gradient is rounded to 8 bits before it is added to the others in float32: 2⁻⁸ of the norm."""
+    results = []
+    for budget in (20, 10_000):
+        setup = make_setup(kind)
+        setup.lm.model.bfloat16()
+        batch = MetaBatch((), random_facts(setup.lm, 8, 2), random_facts(setup.lm, 6, 3))
+        torch.manual_seed(3)
+        shifts = {layer.name: 0.1 * torch.randn(layer.value_size, layer.key_size) for layer in setup.editor.layers}
+        side = _side(setup, budget, None)
+        results.append((*side.meta_backward(0, batch, shifts), len(side.cut(batch.equivalents))))
+    (cut_losses, cut_grads, cuts), (losses, grads, _) = results
+    assert cuts > 2
+    assert_close(torch.tensor(cut_losses), torch.tensor(losses), rtol=1e-5, atol=1e-8)
+    for name, grad in grads.items():
+        assert grad.dtype == cut_grads[name].dtype == torch.float32 and grad.any()
+        assert float((cut_grads[name] - grad).norm() / grad.norm()) < 2**-8
