@@ -131,10 +131,22 @@ def size_roles(config: ClusterConfig, model: ModelConfig, *, own: bool) -> Roles
 
 
 def share_gpus(config: ClusterConfig, model: ModelConfig, gpus: float) -> tuple[float, float]:
-    """The GPUs of each LM worker and of each actor in a cluster with `gpus`; a run on the CPU takes none."""
+    """The GPUs of each LM worker and of each actor in a cluster with `gpus`; a run on the CPU takes none.
+
+    One worker and one actor share the only card there is. UsageError for more LM workers than cards: they would be on
+    the CPU unasked.
+    """
     if model.device == "cpu":
         return 0.0, 0.0
     lm_gpus = config.lm_gpus
+    unasked = config.lm_gpus is None and config.hypernet_gpus is None
+    if unasked and gpus == config.lm_workers == config.hypernet_actors == 1:
+        return 0.5, 0.5
+    if lm_gpus is None and 0 < gpus < config.lm_workers:
+        raise UsageError(
+            f"cluster.lm_workers={config.lm_workers}, but the cluster has {gpus:g} GPUs: give as many workers at most, "
+            "cluster.lm_gpus=1 if an autoscaler will add some, or cluster.lm_gpus=0 for the CPU"
+        )
     if lm_gpus is None:
         lm_gpus = 1.0 if gpus >= config.lm_workers else 0.0
     hypernet_gpus = config.hypernet_gpus

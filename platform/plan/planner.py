@@ -141,7 +141,7 @@ class Planner:
             edit_tokens=max(count_traced(model.layers, facts.edits, config.editor.tokens).values()),
             lm=lm_process,
             hypernet=actor,
-            machine=self._set_limits(lm_process, actor),
+            machine=self._set_limits(config, lm_process, actor),
             transfers=moved,
             stages=stages,
             step_seconds=step_seconds(config, stages),
@@ -157,11 +157,16 @@ class Planner:
             self._made[key] = make(config, *arguments)
         return cast(T, self._made[key])
 
-    def _set_limits(self, lm: Role, actor: Role) -> tuple[int, int] | None:
-        """By option, a GPU's, or this machine's; in the last case all processes must fit together."""
+    def _set_limits(self, config: Config, lm: Role, actor: Role) -> tuple[int, int] | None:
+        """By option, a GPU's or its share of one, or this machine's: then all processes must fit together."""
         has, here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), []
-        for role, given in ((lm, self.options.lm_memory), (actor, self.options.hypernet_memory)):
-            role.limit = round(given * GB) if given is not None else GPU_MEMORY if role.device == "cuda" else has
+        options, cluster = self.options, config.cluster
+        for role, given, gpus in (
+            (lm, options.lm_memory, cluster.lm_gpus),
+            (actor, options.hypernet_memory, cluster.hypernet_gpus),
+        ):
+            card = round(GPU_MEMORY * min(1.0, gpus or 1.0))
+            role.limit = round(given * GB) if given is not None else card if role.device == "cuda" else has
             if given is None and role.device == "cpu":
                 here.append(role.total * role.processes)
         return (DRIVER + sum(here), has) if here else None

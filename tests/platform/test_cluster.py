@@ -164,7 +164,10 @@ def test_an_actor_is_on_the_gpu_that_ray_gave_it_and_not_on_the_one_of_that_numb
         ("auto", 4, {}, (1, 1)),
         ("auto", 2, {}, (1, 0)),
         ("cuda", 2, {}, (1, 0)),
-        ("auto", 1, {}, (0, 0)),
+        ("auto", 1, {"lm_workers": 1, "hypernet_actors": 1}, (0.5, 0.5)),  # the paper's own setting
+        ("auto", 1, {"lm_workers": 1, "hypernet_actors": 1, "hypernet_gpus": 0}, (1, 0)),
+        ("auto", 1, {"lm_workers": 1}, (1, 0)),
+        ("auto", 1, {"lm_gpus": 0}, (0, 0)),
         ("auto", 0, {"lm_gpus": 1, "hypernet_gpus": 1}, (1, 1)),  # an autoscaler is to add them
         ("cpu", 4, {}, (0, 0)),
         ("cpu", 4, {"lm_gpus": 1, "hypernet_gpus": 1}, (0, 0)),
@@ -173,8 +176,14 @@ def test_an_actor_is_on_the_gpu_that_ray_gave_it_and_not_on_the_one_of_that_numb
 def test_gpus_go_to_the_language_model_first_and_to_nobody_on_the_cpu(
     device: str, gpus: float, asked: dict[str, float], given: tuple[float, float]
 ) -> None:
-    config = ClusterConfig(lm_workers=2, hypernet_actors=2, **asked)  # type: ignore[arg-type]
+    config = ClusterConfig.model_validate({"lm_workers": 2, "hypernet_actors": 2, **asked})
     assert share_gpus(config, ModelConfig(device=device), gpus) == given
+
+
+def test_more_lm_workers_than_gpus_are_not_put_on_the_cpu_unasked() -> None:
+    config = ClusterConfig(lm_workers=9)
+    with pytest.raises(UsageError, match=r"lm_workers=9, but the cluster has 8 GPUs: .*lm_gpus=0 for the CPU"):
+        share_gpus(config, ModelConfig(), 8)
 
 
 @pytest.mark.ray

@@ -15,7 +15,7 @@ from malmen.platform.plan.advice import advise, change
 from malmen.platform.plan.data import step_facts
 from malmen.platform.plan.lm import plan_lm
 from malmen.platform.plan.memory import GB, MB
-from malmen.platform.plan.planner import DRIVER, Planner, PlanOptions, find_devices, planned_dtype
+from malmen.platform.plan.planner import DRIVER, GPU_MEMORY, Planner, PlanOptions, find_devices, planned_dtype
 from malmen.platform.plan.shapes import KNOWN, find_skeleton, known_shape
 
 pytestmark = pytest.mark.slow  # each plan rehearses a step
@@ -125,6 +125,12 @@ def test_without_limits_all_processes_must_fit_into_this_machine_together(
     monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": plan.machine[0] - 1}.__getitem__)
     small = planner.plan(config)
     assert small.lm.fits and small.hypernet.fits and not small.fits
+
+
+def test_roles_that_share_a_card_have_their_parts_of_its_memory(planner: Planner) -> None:
+    planner.options = replace(planner.options, lm_memory=None, hypernet_memory=None)
+    plan = planner.plan(_builtin("model.device=cuda", "cluster.lm_gpus=0.5", "cluster.hypernet_gpus=0.25"))
+    assert (plan.lm.limit, plan.hypernet.limit) == (GPU_MEMORY // 2, GPU_MEMORY // 4)
 
 
 def test_no_advice_is_given_where_none_is_needed_or_nothing_helps(planner: Planner) -> None:
