@@ -66,6 +66,8 @@ def train(
     if lm is None:
         on_phase("loading the model")
         lm = load_lm(config.model)
+    if warning := lm.slow_place():
+        log.warning(warning)
     fingerprint = lm.fingerprint()
     on_phase("reading the records")
     sampler, records = _read_data(lm, config)

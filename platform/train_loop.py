@@ -79,8 +79,9 @@ class Rank:
             validation_records(loop.config), self.training.eval_edits or self.training.num_edits
         )
         check_encodable(worker.encoder, self.records)
-        if shared := shared_facts(loop.config, worker.sampler.records(0), self.records):
-            self._post(events.Remark(shared))
+        shared = shared_facts(loop.config, worker.sampler.records(0), self.records)
+        for remark in filter(None, (shared, worker.lm.slow_place())):
+            self._post(events.Remark(remark))
 
     def run(self) -> None:
         """Train up to the last step. Lost actors are restored; the driver ends the run if that happens too often."""

@@ -35,6 +35,8 @@ from malmen.lm.devices import resolve_device, resolve_dtype
 from malmen.lm.hooks import hooked
 from malmen.lm.layers import find_stacks
 
+LARGE = 1e9  # parameters; a CPU is too slow for more
+
 
 class FirstTokenClassifier(BertPreTrainedModel):
     """BERT with one linear map from the first token's last hidden state to one logit (§5, FEVER)."""
@@ -136,6 +138,16 @@ class LanguageModel:
             digest.update(f"{name}{tuple(tensor.shape)}".encode())
             digest.update(sample.numpy().tobytes())
         return digest.hexdigest()[:16]
+
+    def slow_place(self) -> str | None:
+        """A warning if a model this large is on a CPU, where a step takes minutes; else None."""
+        size = sum(getattr(weight, "ds_numel", weight.numel()) for weight in self.model.parameters())
+        if self.device.type != "cpu" or size < LARGE:
+            return None
+        return (
+            f"this model of {size / 1e9:.1f} B parameters is on a CPU: a step will take minutes to hours. If there are "
+            "GPUs, check model.device, cluster.lm_gpus and the resources of the Ray cluster"
+        )
 
     def weight_norm(self, layer: str) -> float:
         """‖W‖ of a layer, in float64."""

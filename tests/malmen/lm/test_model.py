@@ -169,3 +169,12 @@ def test_a_truncated_gguf_file_is_refused(tmp_path: Path) -> None:
         path.write_bytes(whole[:bytes_left])
         with pytest.raises(EditError, match="cannot load the model"):
             load_lm(ModelConfig(name=str(path)))
+
+
+def test_a_large_model_on_a_cpu_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = tiny_lm("gpt2")
+    assert lm.slow_place() is None
+    monkeypatch.setattr("malmen.lm.model.LARGE", 1000)
+    assert "check model.device, cluster.lm_gpus" in str(lm.slow_place())
+    lm.model.to("meta")  # any other device
+    assert lm.slow_place() is None
