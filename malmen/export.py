@@ -251,5 +251,5 @@ def _check_manifest(path: Path) -> None:
     except ValueError as error:
         raise EditError(f"{path} is not JSON: {error}; it is damaged, or no manifest of an export") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        found = manifest.get("format") if isinstance(manifest, dict) else None
-        raise EditError(f"{path} is no manifest of an export: its format is {found!r}, expected {FORMAT!r}")
+        stated = manifest.get("format") if isinstance(manifest, dict) else None
+        raise EditError(f"{path} is no manifest of an export: its format is {stated!r}, expected {FORMAT!r}")

@@ -35,10 +35,10 @@ class NormalEquation:
         assert keys.shape[0] == value_diffs.shape[0], (keys.shape, value_diffs.shape)
         gram = keys.new_zeros(keys.shape[1], keys.shape[1], dtype=torch.float64)
         cross = keys.new_zeros(value_diffs.shape[1], keys.shape[1], dtype=torch.float64)
-        for some_keys, some_diffs in zip(keys.split(ROWS_AT_ONCE), value_diffs.split(ROWS_AT_ONCE), strict=True):
-            rows = some_keys.double()
+        for key_rows, diff_rows in zip(keys.split(ROWS_AT_ONCE), value_diffs.split(ROWS_AT_ONCE), strict=True):
+            rows = key_rows.double()
             gram.addmm_(rows.T, rows)
-            cross.addmm_(some_diffs.double().T, rows)
+            cross.addmm_(diff_rows.double().T, rows)
         return cls(gram, cross)
 
     def __add__(self, other: NormalEquation) -> NormalEquation:

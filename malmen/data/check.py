@@ -8,7 +8,7 @@ from pathlib import Path
 
 from malmen.data.formats import ParsedFile, ParsedRow, parse_rows
 from malmen.data.records import EditRecord, Fact
-from malmen.data.rows import WHOLE_FILE, Problem, quote, read_rows
+from malmen.data.rows import NO_LINE, Problem, quote, read_rows
 
 LONG_ANSWER = 400  # characters; facts are short, so a longer answer is rarely intended
 
@@ -114,7 +114,7 @@ def _check_bare(records: list[EditRecord]) -> Iterator[Problem]:
     if lacking:
         message = f"of {len(records)} records, {' and '.join(lacking)}"
         remedy = "Add both where you can: training and evaluating an editor need them."
-        yield Problem(WHOLE_FILE, "", message, remedy, "warning")
+        yield Problem(NO_LINE, "", message, remedy, "warning")
 
 
 def _count(number: int, noun: str) -> str:

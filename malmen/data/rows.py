@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-WHOLE_FILE = 0  # the line of a problem of the file itself
+NO_LINE = 0  # instead of a line number, where a problem concerns the whole file
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Problem:
 
     def place(self, unit: str) -> str:
         """`line 3, src: `, as far as it is known."""
-        parts = [f"{unit} {self.line}"] if self.line != WHOLE_FILE else []
+        parts = [f"{unit} {self.line}"] if self.line != NO_LINE else []
         parts += [self.field] if self.field else []
         return ", ".join(parts) + ": " if parts else ""
 
@@ -104,7 +104,7 @@ def _cannot_open(path: Path) -> Rows | None:
     return None
 
 
-def _broken(message: str, remedy: str, line: int = WHOLE_FILE) -> Rows:
+def _broken(message: str, remedy: str, line: int = NO_LINE) -> Rows:
     return Rows(problems=[Problem(line, "", message, remedy)])
 
 
@@ -141,7 +141,7 @@ def _read_array(data: bytes) -> Rows | None:
     except json.JSONDecodeError as error:
         return None if error.msg == "Extra data" else Rows(problems=[_not_json(error.lineno, error)])
     except (ValueError, RecursionError) as error:
-        return Rows(problems=[_not_json(WHOLE_FILE, error)])
+        return Rows(problems=[_not_json(NO_LINE, error)])
     if not values:
         return _broken("the file is an empty array", "Write at least one JSON object into it.")
     rows = Rows(unit="element")
