@@ -146,6 +146,7 @@ SMALL = {  # modules under 40 lines, each with the reason why it stands alone
 }
 TESTED_ELSEWHERE = {  # modules without a mirrored test file, each with where its tests are
     "malmen/adam.py": "tests/malmen/test_editor.py",  # its state and schedule belong to the editor's step
+    "malmen/config/settings.py": "tests/malmen/config/test_reading.py",  # settings as they are read
     "malmen/data/formats.py": "tests/malmen/data/test_readers.py",
     "malmen/data/rows.py": "tests/malmen/data/test_check.py",
     "malmen/edit_method.py": "tests/malmen/methods/test_registry.py",  # every method through one interface

@@ -51,7 +51,7 @@ def test_a_file_that_is_no_config_is_named(tmp_path: Path, text: str) -> None:
 
 
 def test_every_shipped_config_is_valid_and_names_no_machine() -> None:
-    shipped = sorted((Path(__file__).parents[2] / "platform" / "configs").glob("*.yaml"))
+    shipped = sorted((Path(__file__).parents[3] / "platform" / "configs").glob("*.yaml"))
     assert {path.stem for path in shipped} == {
         "bert-base",
         "builtin",
