@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 
 from malmen.config import Config
-from malmen.data.records import EditRecord
-from malmen.data.sampling import preserved_facts
 from malmen.data.tokens import EncodedFact, MetaBatch, TokenBatch, make_batches
 from malmen.errors import EditError
 from malmen.lm.key_moments import KeySums, layers_at_once
 from malmen.lm.layers import LayerSpec
 from malmen.lm.losses import kl, nll
-from malmen.lm.model import LanguageModel, fact_encoder
+from malmen.lm.model import LanguageModel
 from malmen.lm.overlay import Overlay, edited
 from malmen.lm.stem import (
     Height,
@@ -176,11 +174,9 @@ class LMSide:
 
     # --- before the first step -------------------------------------------------------------------------------------
 
-    def preserved_moments(self, records: Sequence[EditRecord]) -> Iterator[dict[str, Tensor]]:
-        """E[u uᵀ] by layer (key, key) over the keys of unrelated facts, which edits are to leave alone. It comes in as
-        many layers at a time as fit into memory."""
-        encoder = fact_encoder(self.lm, self.config.data)
-        facts = [encoder.encode(fact) for fact in preserved_facts(self.config, records)]
+    def preserved_moments(self, facts: Sequence[EncodedFact]) -> Iterator[dict[str, Tensor]]:
+        """E[u uᵀ] by layer (key, key) over the keys of these facts, which edits are to leave alone. It comes in as many
+        layers at a time as fit into memory."""
         batches = self.cut(self.share(facts))
         for part in layers_at_once(self.layers):
             sums = KeySums(self.lm, part)

@@ -138,7 +138,7 @@ class Rank:
         if step or not self.loop.config.editor.preserving:
             return
         self.worker.note("reading the texts whose keys are preserved")
-        for moments in self.worker.preserved_moments(self.worker.sampler.records(0)):
+        for moments in self.worker.preserved_moments(self.worker.sampler.preserved()):
             with self.worker.together("sending the keys to preserve"):
                 if self.first:
                     self.group.put_moments(moments)
