@@ -106,7 +106,8 @@ def train(
             log.warning(warning)
         if _is_measured(training, step) or step == training.steps or step % training.checkpoint_every == 0:
             opened.flush()
-            save_checkpoint(folder, editor, fingerprint, keep=training.keep_checkpoints)
+            extra = {"locality_coef": editor.locality_coef}
+            save_checkpoint(folder, editor, fingerprint, keep=training.keep_checkpoints, extra=extra)
         if _is_measured(training, step):
             measure()
     opened.begin({"finished": True})

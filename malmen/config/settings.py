@@ -100,6 +100,12 @@ class TrainingConfig(Section):
     )
     warmup_steps: int = Field(default=0, ge=0, description="steps over which both learning rates rise from 0")
     locality_coef: float = Field(default=1.0, ge=0, description="λ_loc of eq. 1")
+    locality_target: float | None = Field(
+        default=None,
+        gt=0,
+        description="KL per token of unrelated texts that is tolerated; λ_loc then starts at locality_coef, and rises "
+        "and falls with the losses of the steps until it is met",
+    )
     locality_tokens: Literal["answer", "all"] = Field(
         default="answer", description="tokens of unrelated texts that L_loc compares; `all` is for decoders"
     )

@@ -96,7 +96,9 @@ def two_ranks(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         "four epochs": config("gpt2", 1, lm=zero3, training=epochs),
         "float32": config("gpt2", 1, lm=zero3, model={"dtype": "float32"}),
         "preserved": config("t5", 3, lm=zero3, editor={"preserved_weight": 2.0, "preserved_facts": 9}),
-        "own text": config("gpt2", 2, editor=preserving, data={"unrelated": "self"}, own_text=own),
+        "own text": config(
+            "gpt2", 2, editor=preserving, data={"unrelated": "self"}, own_text=own, training={"locality_target": 0.01}
+        ),
         "own text, sharded": config("t5", 1, lm=zero3, editor=preserving, data={"unrelated": "mixed"}, own_text=own),
     }
     return configs, train_in_turn(configs, tmp_path_factory.mktemp("two_ranks"))
