@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,7 @@ import typer
 
 from malmen.errors import EditError
 from malmen.platform.cli.options import AsJson, RunByDefault
+from malmen.platform.cli.progress import slow_import, status
 
 if TYPE_CHECKING:
     from malmen.serve.settings import ServeConfig
@@ -54,6 +56,7 @@ def run(
 
 
 def _serve(settings: ServeConfig, host: str, port: int, address: str | None, as_json: bool) -> None:
+    slow_import("ray.serve", "malmen.serve.app")
     from ray import serve as ray_serve
 
     from malmen.config import ClusterConfig
@@ -69,8 +72,9 @@ def _serve(settings: ServeConfig, host: str, port: int, address: str | None, as_
     stopped = threading.Event()
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, lambda *_: stopped.set())
-    with connected(address, ClusterConfig()):
-        with err.status("starting the writer and the readers"):
+    with ExitStack() as at_end:
+        with status("starting Ray, the writer and the readers"):
+            at_end.enter_context(connected(address, ClusterConfig()))
             url = start_endpoint(settings, host, port, stopped)
         for name in (signal.SIGINT, signal.SIGTERM):  # Ray has replaced them
             signal.signal(name, lambda *_: stopped.set())
@@ -132,7 +136,8 @@ def audit(
     if database is None and not (Path(store) / "ledger.db").is_file():
         raise EditError(f"no ledger in {store}: expected ledger.db, which `malmen serve` creates")
     url = ServeConfig(editor="", store=store, database=database).database_url
-    result = LedgerView(url).verify()
+    with status("verifying the ledger", announced=False):
+        result = LedgerView(url).verify()
     if as_json:
         print_json(result)
     elif result["intact"]:

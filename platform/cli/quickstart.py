@@ -13,7 +13,7 @@ import typer
 from malmen.metrics import METRICS
 from malmen.platform.cli.options import AsJson, Overrides, resolve_config
 from malmen.platform.cli.output import err, facts_table, out, print_json, show_scores
-from malmen.platform.cli.progress import counted, training_progress
+from malmen.platform.cli.progress import counted, slow_import, training_progress
 
 if TYPE_CHECKING:
     from malmen.config import Config
@@ -30,6 +30,7 @@ def quickstart(
     as_json: AsJson = False,
 ) -> None:
     """Meta-train on the built-in world, edit held-out facts, show before and after."""
+    slow_import("malmen.platform.train")
     from malmen.config import load_config
     from malmen.runs.files import exclusive_folder
 

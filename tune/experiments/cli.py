@@ -11,6 +11,7 @@ import typer
 
 from malmen.errors import EditError, UsageError
 from malmen.platform.cli.options import Address, AsJson
+from malmen.platform.cli.progress import slow_import
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -52,6 +53,7 @@ def _add_command(name: str) -> None:
             if name == "recipes":
                 raise UsageError("no recipes to compare: name a preset that has recipes, or set experiment.recipes")
             kinds = tuple(kind for kind in kinds if kind != "recipes")
+        slow_import("malmen.tune.experiments.runner")
         from malmen.tune.experiments.findings import findings
         from malmen.tune.experiments.report import write_report
         from malmen.tune.experiments.runner import run_experiments
