@@ -23,7 +23,7 @@ from malmen.errors import EditError, UsageError
 from malmen.lm.layers import find_layers, is_conv1d
 from malmen.lm.model import LanguageModel, find_source
 from malmen.lm.overlay import Shifts, linear_of
-from malmen.runs.files import atomic_file, atomic_folder
+from malmen.runs.files import atomic_file, atomic_folder, write_json
 
 ExportKind = Literal["delta", "lora", "merged"]
 FORMAT = "malmen-export/1"
@@ -95,7 +95,7 @@ def export_edit(
             "facts": [dict(fact) for fact in facts],
             "info": dict(info or {}),
         }
-        _write_json(fresh / MANIFEST, manifest)
+        write_json(fresh / MANIFEST, manifest)
     return manifest
 
 
@@ -152,7 +152,7 @@ def _write_lora(
         "rank_pattern": others,
         "alpha_pattern": others,
     }
-    _write_json(folder / "adapter_config.json", config)
+    write_json(folder / "adapter_config.json", config)
 
 
 def _factorise(shift: Tensor, max_rank: int) -> tuple[Tensor, Tensor, int]:
@@ -238,10 +238,6 @@ def _as_weight(lm: LanguageModel, name: str, shift: Tensor) -> Tensor:
 def _checksum(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": path.stat().st_size}
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    atomic_file(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def _check_manifest(path: Path) -> None:

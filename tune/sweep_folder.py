@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from malmen.config import Config, stored_config
 from malmen.errors import EditError
-from malmen.runs.files import atomic_file
+from malmen.runs.files import write_json
 from malmen.runs.run_folder import changed_settings
 from malmen.tune.settings import Params, SweepConfig, parse_sweep
 
@@ -102,7 +102,7 @@ class SweepFolder:
     def save(self, base: Config, sweep: SweepConfig, facts: Mapping[str, Any]) -> None:
         """Write the sweep's settings, and the facts noted of it."""
         content = {"config": base.model_dump(mode="json"), "sweep": sweep.model_dump(mode="json"), "facts": dict(facts)}
-        atomic_file(self.path / SWEEP, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        write_json(self.path / SWEEP, content)
 
     def load(self) -> tuple[Config, SweepConfig, dict[str, Any]]:
         """Read what `save` wrote."""
@@ -119,7 +119,7 @@ class SweepFolder:
         """Write the record of a trial."""
         file = self.trial_path(trial.number) / TRIAL
         file.parent.mkdir(parents=True, exist_ok=True)
-        atomic_file(file, json.dumps(asdict(trial), indent=1, ensure_ascii=False) + "\n")
+        write_json(file, asdict(trial))
 
     def get(self, number: int) -> TrialRecord | None:
         """Read the record of a trial; None if no trial has this number."""

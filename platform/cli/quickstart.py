@@ -44,7 +44,7 @@ def _run(config: Config, folder: Path, as_json: bool) -> None:
     from malmen.lm.model import load_lm
     from malmen.platform.train import Listener, train
     from malmen.runs.checkpoint import load_editor
-    from malmen.runs.files import atomic_file
+    from malmen.runs.files import atomic_file, write_json
     from malmen.training import evaluate_editor
 
     start = time.perf_counter()
@@ -68,7 +68,7 @@ def _run(config: Config, folder: Path, as_json: bool) -> None:
         "seconds": round(time.perf_counter() - start, 1),
         "config": config.model_dump(mode="json"),
     }
-    atomic_file(folder / "result.json", json.dumps(result, indent=1) + "\n")
+    write_json(folder / "result.json", result)
     examples = [{"prompt": fact.prompt, "answer": fact.answer} for fact in evaluation.facts if fact.role == "edit"][:8]
     atomic_file(folder / "facts.jsonl", "".join(json.dumps(row) + "\n" for row in examples))  # for `malmen edit`
     if as_json:

@@ -15,9 +15,9 @@ from malmen.config import Config
 from malmen.data.records import EditRecord, Fact
 from malmen.data.splits import validation_records
 from malmen.data.subjects import edits_of
-from malmen.edit_method import EditMethod, UntrainedMethod, finite
+from malmen.edit_method import EditMethod, UntrainedMethod
 from malmen.edit_set import EditSet, fact_rows
-from malmen.editor import Editor
+from malmen.editor import Editor, finite
 from malmen.errors import EditError
 from malmen.evaluate import Evaluation, evaluate
 from malmen.lm.model import LanguageModel, encode_batches, fact_encoder, load_lm
