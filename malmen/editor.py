@@ -79,22 +79,9 @@ class Editor(nn.Module):
         self.groups: dict[str, list[LayerSpec]] = {}
         for layer in layers:
             self.groups.setdefault(f"{layer.key_size}x{layer.value_size}", []).append(layer)
-        settings = config.editor
         self.nets = nn.ModuleDict(
             {
-                shape: HyperNetwork(
-                    len(members),
-                    members[0].key_size,
-                    members[0].value_size,
-                    rank=settings.rank,
-                    num_blocks=settings.blocks,
-                    edit_lr=settings.edit_lr,
-                    damping=settings.damping,
-                    preserving=settings.preserving,
-                    preserved_weight=settings.preserved_weight if settings.learn_preserved_weight else None,
-                    weighing=settings.weighing,
-                    parametrisation=settings.parametrisation,
-                )
+                shape: HyperNetwork(len(members), members[0].key_size, members[0].value_size, config.editor)
                 for shape, members in self.groups.items()
             }
         )
