@@ -20,7 +20,6 @@ app = typer.Typer(
     cls=RunByDefault,
     no_args_is_help=True,
     help="Search layers and settings for a model: `malmen sweep CONFIG`. Options: `malmen sweep run --help`.",
-    pretty_exceptions_enable=False,
 )
 
 

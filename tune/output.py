@@ -36,9 +36,9 @@ def show_sweep(results: dict[str, Any], as_json: bool) -> None:
     lines.append(f"Report: {results['report']}")
     if results["tracking_uri"]:
         lines.append(f"Compare the trials: mlflow ui --backend-store-uri {results['tracking_uri']}")
-    out.print("\n".join(lines), highlight=False, soft_wrap=True)
+    out.print("\n".join(lines), soft_wrap=True)
     if champion:
-        err.print(f"Next: malmen edit --editor {champion['editor']} --facts FILE", highlight=False, soft_wrap=True)
+        err.print(f"Next: malmen edit --editor {champion['editor']} --facts FILE", soft_wrap=True)
 
 
 def _table(results: dict[str, Any]) -> Table:

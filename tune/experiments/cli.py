@@ -16,7 +16,6 @@ from malmen.platform.cli.progress import slow_import
 app = typer.Typer(
     no_args_is_help=True,
     help="MALMEN and its rivals on the same facts: `malmen experiment report --preset world`.",
-    pretty_exceptions_enable=False,
 )
 Overrides = Annotated[
     list[str] | None,
@@ -87,9 +86,9 @@ def _show(summary: dict[str, Any], as_json: bool) -> None:
         print_json(summary)
         return
     for row in summary.pop("findings", []):
-        out.print(("holds: " if row["holds"] else "DOES NOT HOLD: ") + row["expected"], highlight=False)
+        out.print(("holds: " if row["holds"] else "DOES NOT HOLD: ") + row["expected"])
     for name, value in summary.items():
-        out.print(f"{name}: {value}", highlight=False, soft_wrap=True)
+        out.print(f"{name}: {value}", soft_wrap=True)
 
 
 @app.command("settings")
