@@ -13,7 +13,7 @@ import typer
 from malmen.metrics import METRICS
 from malmen.platform.cli.options import AsJson, Overrides, resolve_config
 from malmen.platform.cli.output import err, facts_table, out, print_json, show_scores
-from malmen.platform.cli.progress import counted, slow_import, training_progress
+from malmen.platform.cli.progress import counted, slow_import, status, training_progress
 
 if TYPE_CHECKING:
     from malmen.config import Config
@@ -61,7 +61,8 @@ def _run(config: Config, folder: Path, as_json: bool) -> None:
         evaluation = evaluate_editor(
             lm, load_editor(folder, lm), validation_records(config), config, on_progress=on_progress
         )
-    plot_training(trained.history, folder / "training.png")
+    with status("drawing training.png", announced=False):
+        plot_training(trained.history, folder / "training.png")
     result = {
         **evaluation.scores(),
         "steps": trained.steps,
