@@ -46,16 +46,9 @@ for name, delta in load_file("delta.safetensors").items():
 
 @torch.no_grad()
 def export_edit(
-    kind: ExportKind,
-    folder: Path,
-    lm: LanguageModel,
-    shifts: Shifts,
-    *,
-    facts: Sequence[Mapping[str, Any]] = (),
-    model_name: str,
-    max_rank: int = 512,
-    info: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+    kind: ExportKind, folder: Path, lm: LanguageModel, shifts: Shifts, *, facts: Sequence[Mapping[str, Any]] = (),
+    model_name: str, max_rank: int = 512, info: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Write `folder`, completely or not at all, and return its manifest, which holds `facts` and `info` as given.
 
     `model_name` is where others find the base model; `max_rank` is the largest rank of a LoRA layer.

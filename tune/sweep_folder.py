@@ -75,10 +75,8 @@ class SweepFolder:
         return self.path / TRIALS / f"trial-{number:04d}"
 
     def begin(self, base: Config, sweep: SweepConfig, data: str | None = None) -> dict[str, Any]:
-        """Create the sweep, or open the unfinished one of the same config, space and data; the facts noted of it.
-
-        `data` is the fingerprint of the records that are trained and measured on.
-        """
+        """Create the sweep, or open the unfinished one of the same config, space and data (its fingerprint); the facts
+        noted of it."""
         if (self.path / SWEEP).exists():
             before_base, before_sweep, facts = self.load()
             old, new = before_sweep.model_dump(), sweep.model_dump()

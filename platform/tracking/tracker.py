@@ -92,14 +92,9 @@ class Tracker:
 
     @classmethod
     def start(
-        cls,
-        config: Config,
-        folder: str,
-        tags: Mapping[str, str],
-        run_id: str | None = None,
-        parent: str | None = None,
-        send_seconds: float = 5.0,
-    ) -> Tracker:
+        cls, config: Config, folder: str, tags: Mapping[str, str], run_id: str | None = None,
+        parent: str | None = None, send_seconds: float = 5.0,
+    ) -> Tracker:  # fmt: skip
         """A new run named after the folder, or `run_id` again where it still exists."""
         if not config.tracking.enabled:
             return cls(config)

@@ -81,16 +81,13 @@ class Reader:
                     yield [answer.state() for answer in answers]
 
     def _chat_text(self, turns: list[dict[str, str]]) -> str | None:
-        """The turns in the form of the tokenizer's chat template; None where it has none.
-
-        A template may refuse turns: some know no `system`, or require user and assistant to alternate.
-        """
+        """The turns in the form of the tokenizer's chat template; None where it has none."""
         tokenizer = self.lm.tokenizer
         if not getattr(tokenizer, "chat_template", None):
             return None
         try:
             return str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
-        except TemplateError as error:
+        except TemplateError as error:  # some know no `system`, or require user and assistant to alternate
             raise Problem(422, f"the model's chat template refuses these messages: {error}") from error
 
     def evaluate(self, request: Evaluate) -> Scores:

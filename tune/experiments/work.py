@@ -123,10 +123,7 @@ def _in_rounds(cell: Cell, lm: LanguageModel, method: EditMethod, facts: Sequenc
 
 
 def _failures(evaluation: Evaluation, number: int) -> list[dict[str, Any]]:
-    """The first failures of each kind: an answer that was not given, or a right one that was lost.
-
-    Before and after the edit: the generated texts, else the most probable token at each place of the answer.
-    """
+    """The first answers of each kind that were not given, or lost: generated texts, else the most probable tokens."""
     rows = []
     for kind, what in _FAILURES.items():
         wrong = [fact for fact in evaluation.facts if fact.role == kind and not fact.right_after]
