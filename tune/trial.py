@@ -66,7 +66,7 @@ class SweepTrial(Trainable):
         except EditError as error:
             self._stop()
             self._write(status="failed", why=str(error))
-            return self._failure()
+            return self._failed_result()
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Use this process, which has imported everything already, for another trial."""
@@ -83,7 +83,7 @@ class SweepTrial(Trainable):
         for judgement in self.record.judgements:
             done = judgement is self.record.last and self.record.status != "failed"
             yield self._result(judgement, done=done, replayed=True)
-        yield self._failure()
+        yield self._failed_result()
 
     def _train(self) -> Iterator[dict[str, Any]]:
         """The evaluations of the record, then those of the run, which this starts or resumes."""
@@ -141,10 +141,10 @@ class SweepTrial(Trainable):
         """An evaluation for Ray Tune; `replayed`: it was judged before the sweep was killed."""
         return {"step": judgement.step, "score": judgement.score, "failed": "", "done": done, "replayed": replayed}
 
-    def _failure(self) -> dict[str, Any]:
+    def _failed_result(self) -> dict[str, Any]:
         """The end of a trial that failed: the lowest score, for early stopping."""
         step = self.record.last.step if self.record.last else 0
-        return self._result(Judgement(step, 0.0, {}, 0.0), done=True) | {"failed": self.record.why}
+        return {"step": step, "score": 0.0, "failed": self.record.why, "done": True, "replayed": False}
 
     def _stop(self) -> None:
         if self.run is not None:
