@@ -6,12 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from malmen.data.records import Fact
 from malmen.editor import Editor
-from malmen.errors import EditError
 from malmen.lm.model import LanguageModel
 
 
@@ -44,17 +42,3 @@ class UntrainedMethod(ABC):
 
 
 EditMethod = Editor | UntrainedMethod  # MALMEN's trained editor (or MEND's), or a rival
-
-
-def finite(shifts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same shifts; EditError if any is not finite, because no later step would notice."""
-    broken = [name for name, shift in shifts.items() if not bool(torch.isfinite(shift).all())]
-    if broken:
-        raise EditError(f"the shift of {', '.join(broken[:4])} is not finite: the edit has diverged")
-    return shifts
-
-
-def require_facts(facts: Sequence[Fact]) -> None:
-    """EditError for an edit of nothing."""
-    if not facts:
-        raise EditError("no facts to edit were given")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from malmen.adam import adam_state, load_adam_state, make_adam, schedule
 from malmen.config import Config
 from malmen.data.records import Fact
-from malmen.errors import EditError, wrong_base_model
+from malmen.errors import EditError, check_base_model
 from malmen.hypernet import HypernetRows, HyperNetwork, Statistics, run_in_batches
 from malmen.least_squares import ROWS_AT_ONCE, NormalEquation, Pullback, token_residuals
 from malmen.lm.layers import LayerSpec
@@ -79,22 +79,9 @@ class Editor(nn.Module):
         self.groups: dict[str, list[LayerSpec]] = {}
         for layer in layers:
             self.groups.setdefault(f"{layer.key_size}x{layer.value_size}", []).append(layer)
-        settings = config.editor
         self.nets = nn.ModuleDict(
             {
-                shape: HyperNetwork(
-                    len(members),
-                    members[0].key_size,
-                    members[0].value_size,
-                    rank=settings.rank,
-                    num_blocks=settings.blocks,
-                    edit_lr=settings.edit_lr,
-                    damping=settings.damping,
-                    preserving=settings.preserving,
-                    preserved_weight=settings.preserved_weight if settings.learn_preserved_weight else None,
-                    weighing=settings.weighing,
-                    parametrisation=settings.parametrisation,
-                )
+                shape: HyperNetwork(len(members), members[0].key_size, members[0].value_size, config.editor)
                 for shape, members in self.groups.items()
             }
         )
@@ -115,10 +102,9 @@ class Editor(nn.Module):
 
     def edit(self, lm: LanguageModel, facts: Sequence[Fact]) -> Solved:
         """Algorithm 1: the shifts that make all these facts hold at once."""
-        if not facts:
-            raise EditError("no facts to edit were given")
-        if self.base_model is not None and lm.fingerprint() != self.base_model:
-            raise wrong_base_model(f"this editor of {self.config.model.name}", self.base_model, lm.fingerprint())
+        require_facts(facts)
+        if self.base_model is not None:
+            check_base_model(f"this editor of {self.config.model.name}", self.base_model, lm.fingerprint())
         from malmen.lm.model import encode_batches
 
         self.to(lm.device)
@@ -165,7 +151,7 @@ class Editor(nn.Module):
         kept = solved.kept if training else None
         if self.config.editor.aggregation == "sum":
             solved.shifts = self._sum_shifts(traces, kept)
-            _check_finite(solved.shifts)
+            finite(solved.shifts, "check the value gradients and the editor")
             return solved
         solved.value_diffs, solved.weight_roots = self._value_diffs(traces, kept)
         damping = self.damping()
@@ -176,7 +162,7 @@ class Editor(nn.Module):
             except EditError as error:
                 raise EditError(f"layer {name}: {error}") from error
             solved.shifts[name] = solved.solutions[name].shift
-        _check_finite(solved.shifts)
+        finite(solved.shifts, "check the value gradients and the editor")
         return solved
 
     @torch.no_grad()
@@ -391,7 +377,15 @@ def _add_grad(scalars: nn.Parameter, index: int, grad: Tensor) -> None:
     scalars.grad[index] += grad.to(scalars)
 
 
-def _check_finite(shifts: Mapping[str, Tensor]) -> None:
+def finite(shifts: dict[str, Tensor], remedy: str = "the edit has diverged") -> dict[str, Tensor]:
+    """The same shifts; EditError if any is not finite, because no later step would notice."""
     broken = [name for name, shift in shifts.items() if not bool(torch.isfinite(shift).all())]
     if broken:
-        raise EditError(f"the shift of {', '.join(broken)} is not finite: check the value gradients and the editor")
+        raise EditError(f"the shift of {', '.join(broken)} is not finite: {remedy}")
+    return shifts
+
+
+def require_facts(facts: Sequence[Fact]) -> None:
+    """EditError for an edit of nothing."""
+    if not facts:
+        raise EditError("no facts to edit were given")

@@ -25,9 +25,10 @@ def last_line(error: BaseException) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-def wrong_base_model(what: str, trained_for: str, given: str) -> EditError:
-    """The refusal of `what` (e.g. `the editor in runs/a`) for a base model of another fingerprint than its own."""
-    return EditError(
-        f"{what} belongs to base model {trained_for}, but the model given is {given}: "
-        "it works only on the weights it was trained for"
-    )
+def check_base_model(what: str, trained_for: str, given: str) -> None:
+    """EditError if `what` (e.g. `the editor in runs/a`) is given a base model of another fingerprint than its own."""
+    if given != trained_for:
+        raise EditError(
+            f"{what} belongs to base model {trained_for}, but the model given is {given}: "
+            "it works only on the weights it was trained for"
+        )

@@ -23,7 +23,7 @@ from malmen.errors import EditError, UsageError
 from malmen.lm.layers import find_layers, is_conv1d
 from malmen.lm.model import LanguageModel, find_source
 from malmen.lm.overlay import Shifts, linear_of
-from malmen.runs.files import atomic_file, atomic_folder
+from malmen.runs.files import atomic_file, atomic_folder, write_json
 
 ExportKind = Literal["delta", "lora", "merged"]
 FORMAT = "malmen-export/1"
@@ -46,16 +46,9 @@ for name, delta in load_file("delta.safetensors").items():
 
 @torch.no_grad()
 def export_edit(
-    kind: ExportKind,
-    folder: Path,
-    lm: LanguageModel,
-    shifts: Shifts,
-    *,
-    facts: Sequence[Mapping[str, Any]] = (),
-    model_name: str,
-    max_rank: int = 512,
-    info: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+    kind: ExportKind, folder: Path, lm: LanguageModel, shifts: Shifts, *, facts: Sequence[Mapping[str, Any]] = (),
+    model_name: str, max_rank: int = 512, info: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Write `folder`, completely or not at all, and return its manifest, which holds `facts` and `info` as given.
 
     `model_name` is where others find the base model; `max_rank` is the largest rank of a LoRA layer.
@@ -95,7 +88,7 @@ def export_edit(
             "facts": [dict(fact) for fact in facts],
             "info": dict(info or {}),
         }
-        _write_json(fresh / MANIFEST, manifest)
+        write_json(fresh / MANIFEST, manifest)
     return manifest
 
 
@@ -152,7 +145,7 @@ def _write_lora(
         "rank_pattern": others,
         "alpha_pattern": others,
     }
-    _write_json(folder / "adapter_config.json", config)
+    write_json(folder / "adapter_config.json", config)
 
 
 def _factorise(shift: Tensor, max_rank: int) -> tuple[Tensor, Tensor, int]:
@@ -238,10 +231,6 @@ def _as_weight(lm: LanguageModel, name: str, shift: Tensor) -> Tensor:
 def _checksum(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": path.stat().st_size}
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    atomic_file(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def _check_manifest(path: Path) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from malmen.config import Parametrisation
+from malmen.config import EditorConfig
 from malmen.lm.trace import LayerTrace, Traces
 
 _ROUNDING = 1e-7  # of float32 features, relative to their mean
@@ -80,14 +80,14 @@ class RunningNorm(nn.Module):
 class LowRankBlock(nn.Module):
     """z + max(0, scale_ℓ ⊙ (U V z + b) + shift_ℓ); the identity at the start because U, b and shift are zero."""
 
-    def __init__(self, num_layers: int, num_features: int, rank: int, parametrisation: Parametrisation) -> None:
+    def __init__(self, num_layers: int, num_features: int, settings: EditorConfig) -> None:
         super().__init__()
-        self.down = nn.Parameter(torch.empty(rank, num_features))
-        self.up = nn.Parameter(torch.zeros(num_features, rank))
+        self.down = nn.Parameter(torch.empty(settings.rank, num_features))
+        self.up = nn.Parameter(torch.zeros(num_features, settings.rank))
         self.bias = nn.Parameter(torch.zeros(num_features))
         self.scale = nn.Parameter(torch.ones(num_layers, num_features))
         self.shift = nn.Parameter(torch.zeros(num_layers, num_features))
-        (nn.init.normal_ if parametrisation == "paper" else nn.init.xavier_uniform_)(self.down)
+        (nn.init.normal_ if settings.parametrisation == "paper" else nn.init.xavier_uniform_)(self.down)
 
     def forward(self, layers: Tensor, rows: Tensor) -> Tensor:
         change = nn.functional.linear(nn.functional.linear(rows, self.down), self.up, self.bias)
@@ -103,41 +103,30 @@ class HyperNetwork(nn.Module):
     a step is a relative change; its learning rates are 10 to 1000 times larger.
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        key_size: int,
-        value_size: int,
-        *,
-        rank: int,
-        num_blocks: int,
-        edit_lr: float,
-        damping: float,
-        preserving: bool = False,
-        preserved_weight: float | None = None,
-        weighing: bool = False,
-        parametrisation: Parametrisation = "paper",
-    ) -> None:
+    def __init__(self, num_layers: int, key_size: int, value_size: int, settings: EditorConfig) -> None:
         super().__init__()
         self.key_size, self.value_size = key_size, value_size
         num_features = key_size + value_size
         self.norm = RunningNorm(num_layers, num_features)
-        blocks = (LowRankBlock(num_layers, num_features, rank, parametrisation) for _ in range(num_blocks))
-        self.blocks = nn.ModuleList(blocks)
-        if parametrisation == "paper":
-            self.edit_lr = nn.Parameter(torch.full((num_layers,), edit_lr))
+        self.blocks = nn.ModuleList(LowRankBlock(num_layers, num_features, settings) for _ in range(settings.blocks))
+
+        def scalars(start: float) -> nn.Parameter:
+            return nn.Parameter(torch.full((num_layers,), start))
+
+        if settings.parametrisation == "paper":
+            self.edit_lr = scalars(settings.edit_lr)
         else:
-            self.log_edit_lr = nn.Parameter(torch.full((num_layers,), math.log(edit_lr)))
-        self.log_damping = nn.Parameter(torch.full((num_layers,), math.log(damping)))
+            self.log_edit_lr = scalars(math.log(settings.edit_lr))
+        self.log_damping = scalars(math.log(settings.damping))
         self.log_preserved_weight: nn.Parameter | None = None
-        if preserved_weight is not None:  # it is learned
-            self.log_preserved_weight = nn.Parameter(torch.full((num_layers,), math.log(preserved_weight)))
+        if settings.learn_preserved_weight:
+            self.log_preserved_weight = scalars(math.log(settings.preserved_weight))
         self.token_weight: nn.Parameter | None = None
-        if weighing:  # 0: every token weighs 1
+        if settings.weighing:  # 0: every token weighs 1
             self.token_weight = nn.Parameter(torch.zeros(num_layers, num_features + 1))
         # E[u uᵀ] of the keys to preserve, as `Editor.preserve` is given it. Rounded to θ's type: that is another such
         # matrix, within 1e-7 of it, and where there is a λ it keeps the equation definite.
-        moments = torch.full((num_layers, key_size, key_size), torch.nan) if preserving else None
+        moments = torch.full((num_layers, key_size, key_size), torch.nan) if settings.preserving else None
         self.moments: Tensor | None
         self.register_buffer("moments", moments)
 

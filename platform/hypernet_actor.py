@@ -85,10 +85,7 @@ class HypernetActor:
     # --- joining, leaving, restoring ------------------------------------------------------------------
 
     def leave(self) -> Progress | None:
-        """Leave the process group. That closes the connections, so peers that wait for this actor fail at once.
-
-        Returns how far it is; None if it is fresh.
-        """
+        """Leave the process group, so that peers waiting for it fail at once; how far it is, None if it is fresh."""
         self.generation, self.editor.shards = None, Shards()
         if dist.is_initialized():
             dist.destroy_process_group()

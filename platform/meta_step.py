@@ -13,14 +13,9 @@ from malmen.platform.lm_worker import LMWorker
 
 
 def meta_step(
-    worker: LMWorker,
-    group: HypernetGroup,
-    step: int,
-    traces: Traces | None,
-    *,
-    overlap: bool,
+    worker: LMWorker, group: HypernetGroup, step: int, traces: Traces | None, *, overlap: bool,
     keep: Callable[[LMReport], None],
-) -> tuple[StepDone | None, Traces | None]:
+) -> tuple[StepDone | None, Traces | None]:  # fmt: skip
     """Algorithm 2 and the Adam step. LM ranks and actors work in turn, except that with `overlap` the ranks trace the
     next step's edits while the actors back-propagate this one's: traces depend on the frozen weights only, so that is
     exact. `keep` gets the LM side's report before the actors end the step: no rank may be left to hear of the end.

@@ -72,16 +72,9 @@ class TrainedEditor:
 
 
 def train(
-    config: Config,
-    out: str | Path,
-    *,
-    address: str | None = None,
-    resume: bool = False,
-    listener: Listener | None = None,
-    parent: str | None = None,
-    register: bool = True,
-    resolve_paths: bool = True,
-) -> TrainedEditor:
+    config: Config, out: str | Path, *, address: str | None = None, resume: bool = False,
+    listener: Listener | None = None, parent: str | None = None, register: bool = True, resolve_paths: bool = True,
+) -> TrainedEditor:  # fmt: skip
     """Train an editor into `out`; an unfinished run of the same config there is resumed, to the same θ.
 
     `parent` is the MLflow run that this one belongs to, if any. `register`: put the editor into the model registry.
@@ -221,10 +214,8 @@ class Processes:
     workers: LMWorkers
 
     def events(self, stopped: Callable[[], bool] = lambda: False) -> Iterator[Event]:
-        """What happens, until the LM workers are done; starts them again if they are lost.
-
-        RunStopped if `stopped`, EditError if nothing happens for cluster.stall_seconds.
-        """
+        """What happens until the LM workers are done; starts lost ones again. RunStopped if `stopped`, EditError if
+        nothing happens for cluster.stall_seconds."""
         stall_seconds, last = self.loop.config.cluster.stall_seconds, time.monotonic()
         while True:
             running = self.workers.is_alive()

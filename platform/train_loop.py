@@ -15,7 +15,7 @@ from ray.train import get_context
 
 from malmen.config import Config
 from malmen.data.splits import check_encodable, shared_facts, validation_records
-from malmen.errors import EditError, wrong_base_model
+from malmen.errors import EditError, check_base_model
 from malmen.lm.devices import exhausted, peak_memory_mb
 from malmen.lm.trace import Traces
 from malmen.lm_side import MetaLosses
@@ -165,8 +165,7 @@ class Rank:
             return None
         checkpoint = latest_checkpoint(self.loop.run)
         trained_for = read_state(checkpoint)["base_model"]
-        if trained_for != self.worker.fingerprint:
-            raise wrong_base_model(f"the editor in {checkpoint}", trained_for, self.worker.fingerprint)
+        check_base_model(f"the editor in {checkpoint}", trained_for, self.worker.fingerprint)
         return str(checkpoint)
 
     # --- saving and evaluating ----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from malmen.config import Config
 from malmen.data.readers import read_records
 from malmen.data.records import Fact, unrelated_to_all
 from malmen.data.splits import validation_records
-from malmen.errors import EditError, wrong_base_model
+from malmen.errors import EditError, check_base_model
 from malmen.lm.model import LanguageModel, load_lm
 from malmen.platform.cluster import on_own_device
 from malmen.runs.checkpoint import load_editor
@@ -32,9 +32,7 @@ def build_service(settings: ServeConfig) -> EditService:
 def build_reader(settings: ServeConfig) -> Reader:
     """A reader of the store's versions."""
     folder, config, lm = _load(settings, settings.reader.device)
-    trained_for = read_state(folder)["base_model"]
-    if lm.fingerprint() != trained_for:
-        raise wrong_base_model(f"the editor in {folder}", trained_for, lm.fingerprint())
+    check_base_model(f"the editor in {folder}", read_state(folder)["base_model"], lm.fingerprint())
     return Reader(lm, config, BlobStore(settings.blob_folder), settings.reader.versions)
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 import signal
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from malmen.errors import EditError
-from malmen.platform.cli.options import AsJson, RunByDefault
+from malmen.platform.cli.options import Address, AsJson, RunByDefault
+from malmen.platform.cli.progress import slow_import, status
 
 if TYPE_CHECKING:
     from malmen.serve.settings import ServeConfig
@@ -20,7 +22,6 @@ app = typer.Typer(
     cls=RunByDefault,
     no_args_is_help=True,
     help="Serve a model with live edits: `malmen serve --editor DIR`. Options: `malmen serve run --help`.",
-    pretty_exceptions_enable=False,
 )
 
 
@@ -38,9 +39,7 @@ def run(
     config: Annotated[Path | None, typer.Option(help="a YAML file of settings")] = None,
     host: Annotated[str, typer.Option(help="the address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="the port to listen on")] = 8000,
-    address: Annotated[
-        str | None, typer.Option(help="a Ray cluster (HOST:PORT or `auto`); default: RAY_ADDRESS, else a local one")
-    ] = None,
+    address: Address = None,
     as_json: AsJson = False,
 ) -> None:
     """Serve a model with live edits: add facts, ask, remove them. http://HOST:PORT/ is a web console.
@@ -54,6 +53,7 @@ def run(
 
 
 def _serve(settings: ServeConfig, host: str, port: int, address: str | None, as_json: bool) -> None:
+    slow_import("ray.serve", "malmen.serve.app")
     from ray import serve as ray_serve
 
     from malmen.config import ClusterConfig
@@ -69,17 +69,18 @@ def _serve(settings: ServeConfig, host: str, port: int, address: str | None, as_
     stopped = threading.Event()
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, lambda *_: stopped.set())
-    with connected(address, ClusterConfig()):
-        with err.status("starting the writer and the readers"):
+    with ExitStack() as at_end:
+        with status("starting Ray, the writer and the readers"):
+            at_end.enter_context(connected(address, ClusterConfig()))
             url = start_endpoint(settings, host, port, stopped)
         for name in (signal.SIGINT, signal.SIGTERM):  # Ray has replaced them
             signal.signal(name, lambda *_: stopped.set())
         if as_json:
             print_json({"url": url, "tokens": str(settings.tokens_file), "store": settings.store})
-        err.print(f"Serving at {url}; the tokens are in {settings.tokens_file}", highlight=False)
+        err.print(f"Serving at {url}; the tokens are in {settings.tokens_file}")
         if err.is_terminal:  # a log is no place for a token
             page = f"{url}/#token={token_of(settings.tokens_file, 'admin')}"
-            err.print(f"Web console: {page}", highlight=False, soft_wrap=True)
+            err.print(f"Web console: {page}", soft_wrap=True)
         stopped.wait()
         err.print("Stopping.")
         ray_serve.shutdown()  # the store keeps everything
@@ -132,7 +133,8 @@ def audit(
     if database is None and not (Path(store) / "ledger.db").is_file():
         raise EditError(f"no ledger in {store}: expected ledger.db, which `malmen serve` creates")
     url = ServeConfig(editor="", store=store, database=database).database_url
-    result = LedgerView(url).verify()
+    with status("verifying the ledger", announced=False):
+        result = LedgerView(url).verify()
     if as_json:
         print_json(result)
     elif result["intact"]:

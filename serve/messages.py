@@ -167,9 +167,8 @@ class Prompt(ReaderRequest[AnswerState]):
     sampling: Sampling
 
 
-@dataclass(frozen=True)
-class Scores:
-    """An evaluation: the scores by name, and a row for every fact."""
+class Scores(BaseModel):
+    """An evaluation: ES, GS, LS and related scores by name, and a row for every fact."""
 
     scores: dict[str, float | int | None]
     facts: list[dict[str, Any]]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from malmen.platform.cli.options import Address, AsJson, ConfigName, RunByDefault, resolve_config
+from malmen.platform.cli.progress import slow_import, status
 
 if TYPE_CHECKING:
     from malmen.config import Config
@@ -19,7 +20,6 @@ app = typer.Typer(
     cls=RunByDefault,
     no_args_is_help=True,
     help="Search layers and settings for a model: `malmen sweep CONFIG`. Options: `malmen sweep run --help`.",
-    pretty_exceptions_enable=False,
 )
 
 
@@ -42,6 +42,7 @@ def run(
     The same command again resumes an unfinished sweep: no trial is lost, and none runs twice.
     """
     settings, searched = load(config, space, overrides or [])  # wrong usage fails before the slow imports
+    slow_import("malmen.tune.sweep")
     from malmen.tune.output import progress, show_sweep
     from malmen.tune.report import sweep_results
     from malmen.tune.sweep import sweep
@@ -59,12 +60,14 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Write the report of a sweep again, finished or not."""
+    slow_import("malmen.tune.report")
     from malmen.tune.output import show_sweep
     from malmen.tune.report import sweep_results, write_report
     from malmen.tune.sweep_folder import SweepFolder
 
     sweep = SweepFolder(folder)
-    page = write_report(sweep)
+    with status("writing the report"):
+        page = write_report(sweep)
     show_sweep({**sweep_results(sweep), "report": str(page)}, as_json)
 
 

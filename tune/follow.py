@@ -90,16 +90,13 @@ def short_text(value: Any) -> str:
 
 
 def end_tracking_run(config: Config, folder: SweepFolder, record: TrialRecord) -> None:
-    """End a trial's MLflow run as the trial ended, with its parameters and score.
-
-    A trial that failed before its training had a run gets one here, so that MLflow has every trial.
-    """
+    """End a trial's MLflow run as the trial ended, with its parameters and score; a trial without a run gets one."""
     uri, run = config.tracking.uri, record.tracking_run
     if uri is None:  # the sweep is not tracked
         return
     try:
         client = connect(uri)
-        if run is None:
+        if run is None:  # the trial failed before its training had one
             parent = folder.load()[2].get("mlflow_run")
             experiment = find_experiment(client, config.tracking.experiment, uri)
             of_parent = {"mlflow.parentRunId": parent} if parent else {}

@@ -10,20 +10,16 @@ from rich.table import Table
 from rich.text import Text
 
 from malmen.platform.cli.output import err, out, percent, print_json
-from malmen.platform.cli.progress import bar
+from malmen.platform.cli.progress import counted
 from malmen.tune.follow import ProgressListener, short_text
 from malmen.tune.report import SHARES
 
 
 @contextmanager
 def progress(of: str) -> Iterator[ProgressListener]:
-    """On standard error: a bar of the pieces that are done, and a line for each remark."""
-    with bar() as shown:
-        task = shown.add_task(of, total=None)
-        yield ProgressListener(
-            lambda done, total: shown.update(task, completed=done, total=total),
-            lambda text: err.print(text, highlight=False, soft_wrap=True),
-        )
+    """On standard error: the pieces that are done, and a line for each remark."""
+    with counted(of, announced=False) as on_progress:
+        yield ProgressListener(on_progress, lambda text: err.print(text, soft_wrap=True))
 
 
 def show_sweep(results: dict[str, Any], as_json: bool) -> None:
@@ -40,9 +36,9 @@ def show_sweep(results: dict[str, Any], as_json: bool) -> None:
     lines.append(f"Report: {results['report']}")
     if results["tracking_uri"]:
         lines.append(f"Compare the trials: mlflow ui --backend-store-uri {results['tracking_uri']}")
-    out.print("\n".join(lines), highlight=False, soft_wrap=True)
+    out.print("\n".join(lines), soft_wrap=True)
     if champion:
-        err.print(f"Next: malmen edit --editor {champion['editor']} --facts FILE", highlight=False, soft_wrap=True)
+        err.print(f"Next: malmen edit --editor {champion['editor']} --facts FILE", soft_wrap=True)
 
 
 def _table(results: dict[str, Any]) -> Table:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from malmen.metrics import METRICS
 from malmen.platform.tracking.store import redact_credentials
-from malmen.runs.files import atomic_file, atomic_folder
+from malmen.runs.files import atomic_file, atomic_folder, write_json
 from malmen.tune.settings import LAYERS, Range, SweepConfig
 from malmen.tune.sweep_folder import SweepFolder, TrialRecord
 
@@ -40,7 +39,7 @@ def write_report(folder: SweepFolder) -> Path:
         figures = _figures(results, folder.load()[1])
         for name, figure in figures.items():
             figure.savefig(fresh / f"{name}.png", dpi=120)
-        atomic_file(fresh / "results.json", json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+        write_json(fresh / "results.json", results)
         page = templates.get_template(REPORT).render(
             results=results,
             champion=results["champion"],

@@ -54,13 +54,9 @@ class SweepResult:
 
 
 def sweep(
-    config: Config,
-    space: SweepConfig,
-    out: str | Path,
-    *,
-    address: str | None = None,
+    config: Config, space: SweepConfig, out: str | Path, *, address: str | None = None,
     listener: ProgressListener | None = None,
-) -> SweepResult:
+) -> SweepResult:  # fmt: skip
     """Try a space; an unfinished sweep of the same config and space in `out` is resumed."""
     start, listener = time.perf_counter(), listener or ProgressListener()
     config, grace = with_evaluations(config if in_ray_job() else absolute_paths(config), space)

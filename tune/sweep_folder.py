@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from malmen.config import Config, stored_config
 from malmen.errors import EditError
-from malmen.runs.files import atomic_file
+from malmen.runs.files import write_json
 from malmen.runs.run_folder import changed_settings
 from malmen.tune.settings import Params, SweepConfig, parse_sweep
 
@@ -75,10 +75,8 @@ class SweepFolder:
         return self.path / TRIALS / f"trial-{number:04d}"
 
     def begin(self, base: Config, sweep: SweepConfig, data: str | None = None) -> dict[str, Any]:
-        """Create the sweep, or open the unfinished one of the same config, space and data; the facts noted of it.
-
-        `data` is the fingerprint of the records that are trained and measured on.
-        """
+        """Create the sweep, or open the unfinished one of the same config, space and data (its fingerprint); the facts
+        noted of it."""
         if (self.path / SWEEP).exists():
             before_base, before_sweep, facts = self.load()
             old, new = before_sweep.model_dump(), sweep.model_dump()
@@ -102,7 +100,7 @@ class SweepFolder:
     def save(self, base: Config, sweep: SweepConfig, facts: Mapping[str, Any]) -> None:
         """Write the sweep's settings, and the facts noted of it."""
         content = {"config": base.model_dump(mode="json"), "sweep": sweep.model_dump(mode="json"), "facts": dict(facts)}
-        atomic_file(self.path / SWEEP, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        write_json(self.path / SWEEP, content)
 
     def load(self) -> tuple[Config, SweepConfig, dict[str, Any]]:
         """Read what `save` wrote."""
@@ -119,7 +117,7 @@ class SweepFolder:
         """Write the record of a trial."""
         file = self.trial_path(trial.number) / TRIAL
         file.parent.mkdir(parents=True, exist_ok=True)
-        atomic_file(file, json.dumps(asdict(trial), indent=1, ensure_ascii=False) + "\n")
+        write_json(file, asdict(trial))
 
     def get(self, number: int) -> TrialRecord | None:
         """Read the record of a trial; None if no trial has this number."""

@@ -11,7 +11,8 @@ from torch import Tensor
 from malmen.config import Config
 from malmen.data.records import Fact
 from malmen.data.tokens import make_batches
-from malmen.edit_method import PlainEdit, UntrainedMethod, finite, require_facts
+from malmen.edit_method import PlainEdit, UntrainedMethod
+from malmen.editor import finite, require_facts
 from malmen.errors import EditError
 from malmen.lm.layers import find_layers
 from malmen.lm.losses import nll

@@ -21,7 +21,8 @@ from malmen.config import Config, MemitConfig
 from malmen.data.records import Fact
 from malmen.data.splits import training_records
 from malmen.data.tokens import EncodedFact, TokenBatch, make_batches, one_batch
-from malmen.edit_method import PlainEdit, UntrainedMethod, finite, require_facts
+from malmen.edit_method import PlainEdit, UntrainedMethod
+from malmen.editor import finite, require_facts
 from malmen.errors import EditError
 from malmen.lm.hooks import hooked
 from malmen.lm.key_moments import KeyMoments, key_moments, read_texts

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from malmen.config import Config
 from malmen.data.records import Fact
-from malmen.edit_method import PlainEdit, UntrainedMethod, finite, require_facts
+from malmen.edit_method import PlainEdit, UntrainedMethod
+from malmen.editor import finite, require_facts
 from malmen.errors import EditError
 from malmen.hypernet import RunningNorm, Statistics
 from malmen.least_squares import NormalEquation, token_residuals

@@ -6,7 +6,6 @@ a disk or at any URL that fsspec knows (storage.py). Nothing is ever unpickled.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor
 
 import malmen
 from malmen.editor import Editor
-from malmen.errors import EditError, wrong_base_model
+from malmen.errors import EditError, check_base_model
 from malmen.lm.layers import LayerSpec
 from malmen.metrics import score
 from malmen.runs.checkpoint_lookup import (
@@ -31,7 +30,7 @@ from malmen.runs.checkpoint_lookup import (
     read_state,
     scores_by_checkpoint,
 )
-from malmen.runs.files import atomic_file, atomic_folder
+from malmen.runs.files import atomic_folder, json_text, write_json
 from malmen.runs.storage import CHECKPOINT_PREFIX, STATE_FILE, RunStore
 
 if TYPE_CHECKING:
@@ -52,8 +51,8 @@ def save_checkpoint(
     with store.publish(name) as folder:
         save_file(_contiguous(editor.state_dict()), folder / "editor.safetensors")
         save_file(_contiguous(editor.optimizer_state()), folder / "optimizer.safetensors")
-        atomic_file(folder / "config.json", _json(editor.config.model_dump(mode="json")))
-        atomic_file(folder / STATE_FILE, _json({**state, **(extra or {})}))
+        write_json(folder / "config.json", editor.config.model_dump(mode="json"))
+        write_json(folder / STATE_FILE, {**state, **(extra or {})})
     _keep_few(store, keep)
     return store.join(name)
 
@@ -65,7 +64,7 @@ def add_scores(run: str | Path, step: int, scores: Mapping[str, Any], *, keep: i
     state = read_state(store.join(newest))
     assert state["step"] == step, (state["step"], step)
     state |= {"scores": dict(scores), "score": score(scores)}
-    store.write_text(f"{newest}/{STATE_FILE}", _json(state))
+    store.write_text(f"{newest}/{STATE_FILE}", json_text(state))
     _keep_few(store, keep)
 
 
@@ -74,8 +73,8 @@ def load_editor(folder: str | Path, lm: LanguageModel | None = None, *, optimize
     folder = latest_checkpoint(folder)
     state = read_state(folder)
     config = read_config(folder)
-    if lm is not None and lm.fingerprint() != state["base_model"]:
-        raise wrong_base_model(f"the editor in {folder} ({config.model.name})", state["base_model"], lm.fingerprint())
+    if lm is not None:
+        check_base_model(f"the editor in {folder} ({config.model.name})", state["base_model"], lm.fingerprint())
     editor = Editor([LayerSpec(**layer) for layer in state["layers"]], config)
     with RunStore(folder).fetch(without=() if optimizer else ["optimizer.safetensors"]) as local:
         try:
@@ -97,7 +96,7 @@ def save_edit(folder: Path, shifts: dict[str, Tensor], manifest: dict[str, Any])
     """Write an edit: its shifts as float32, and `manifest`, which names its base model."""
     with atomic_folder(folder, replaces="edit.json") as fresh:
         save_file(_contiguous({name: shift.float() for name, shift in shifts.items()}), fresh / "shifts.safetensors")
-        atomic_file(fresh / "edit.json", _json({"format": FORMAT, **manifest}))
+        write_json(fresh / "edit.json", {"format": FORMAT, **manifest})
 
 
 def load_edit(folder: Path, lm: LanguageModel | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -107,8 +106,8 @@ def load_edit(folder: Path, lm: LanguageModel | None = None) -> tuple[dict[str, 
     manifest = read_json(folder, "edit.json")
     if manifest.get("format") != FORMAT or "base_model" not in manifest:
         raise EditError(f"{folder}/edit.json has format {manifest.get('format')!r}; this version reads format {FORMAT}")
-    if lm is not None and lm.fingerprint() != manifest["base_model"]:
-        raise wrong_base_model(f"the edit in {folder}", manifest["base_model"], lm.fingerprint())
+    if lm is not None:
+        check_base_model(f"the edit in {folder}", manifest["base_model"], lm.fingerprint())
     return _load_tensors(folder, "shifts.safetensors", folder), manifest
 
 
@@ -150,7 +149,3 @@ def _load_tensors(local: Path, name: str, folder: str | Path) -> dict[str, Tenso
         raise EditError(
             f"cannot read {folder}/{name}: {error}; the file is damaged or incomplete, use an earlier checkpoint"
         ) from error
-
-
-def _json(value: dict[str, Any]) -> str:
-    return json.dumps(value, indent=1, ensure_ascii=False) + "\n"

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
@@ -47,6 +49,16 @@ def atomic_file(path: Path, text: str) -> None:
         sync(path.parent)
     finally:
         fresh.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """The same for a JSON document."""
+    atomic_file(path, json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """A JSON document for people and programs."""
+    return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
 
 
 def check_replaceable(target: Path, replaces: str) -> None:

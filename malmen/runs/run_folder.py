@@ -11,7 +11,7 @@ from typing import Any
 from malmen.config import Config, flatten, stored_config
 from malmen.errors import EditError
 from malmen.runs.checkpoint_lookup import latest_checkpoint, read_config, read_json, read_state
-from malmen.runs.files import atomic_file, sync
+from malmen.runs.files import atomic_file, json_text, sync
 from malmen.runs.storage import RunStore
 
 RUN, HISTORY = "run.json", "history.jsonl"
@@ -76,7 +76,7 @@ class RunFolder:
         """Write the config and the facts of the run; before the first call nothing is written."""
         self.facts.update(facts or {})
         content = {"config": self.config.model_dump(mode="json"), "facts": self.facts}
-        self.store.write_text(RUN, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        self.store.write_text(RUN, json_text(content))
 
     def cut(self, step: int) -> None:
         """Drop the history after this step: a run that is resumed there repeats the later steps."""

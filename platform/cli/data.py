@@ -10,7 +10,7 @@ import typer
 from malmen.errors import EditError
 from malmen.platform.cli.options import AsJson
 from malmen.platform.cli.output import err, show
-from malmen.platform.cli.progress import counted
+from malmen.platform.cli.progress import counted, status
 
 data_app = typer.Typer(help="Files of edit records.", no_args_is_help=True)
 world_app = typer.Typer(help="The built-in world: its language model and its records.", no_args_is_help=True)
@@ -32,7 +32,8 @@ def check_data(
     """Check a file of edit records; each problem is reported with its line, field and remedy."""
     from malmen.data.check import check_file
 
-    report = check_file(file, format)
+    with status(f"checking {file}", announced=False):
+        report = check_file(file, format)
     show(report.as_dict(), report.as_text(), as_json)
     if not report.ok:
         raise typer.Exit(1)
@@ -51,7 +52,8 @@ def build_world(
     def on_epoch(epoch: int, loss: float, accuracy: float) -> None:
         err.print(f"epoch {epoch}/{epochs}  loss {loss:.4f}  facts known {100 * accuracy:.1f} %")
 
-    manifest = build_world_model(out, seed=seed, max_epochs=epochs, on_epoch=on_epoch)
+    with status("training the model of the built-in world"):
+        manifest = build_world_model(out, seed=seed, max_epochs=epochs, on_epoch=on_epoch)
     accuracy = float(str(manifest["accuracy"]))
     show(manifest, f"{out}: knows {100 * accuracy:.2f} % of {manifest['facts']} facts", as_json)
     if accuracy < 0.99:

@@ -25,7 +25,7 @@ from malmen.platform.cli.options import (
     resolve_config,
 )
 from malmen.platform.cli.output import err, facts_table, out, print_json, show_scores, spread_table
-from malmen.platform.cli.progress import counted, status
+from malmen.platform.cli.progress import counted, slow_import, status
 
 if TYPE_CHECKING:
     from malmen.config import Config
@@ -48,6 +48,7 @@ def edit(
 ) -> None:
     """Apply the facts of a file in one change of weights, report each fact, and save the edit."""
     check_method(method, editor, config, overrides or [])
+    slow_import("malmen.training")
     from malmen.data.readers import read_records
     from malmen.data.splits import check_encodable
     from malmen.data.subjects import edits_of
@@ -101,6 +102,8 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Edit held-out records at once and measure how well the edits hold (ES, GS, LS)."""
+    check_method(method, editor, config, overrides or [])
+    slow_import("malmen.training")
     from malmen.data.readers import read_records
     from malmen.data.splits import validation_records
     from malmen.training import evaluate_sets
@@ -133,6 +136,7 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Show the model's answers before and after an edit, side by side."""
+    slow_import("malmen.lm.generate")
     from malmen.config import DataConfig
     from malmen.lm.generate import ask
     from malmen.lm.overlay import edited

@@ -14,7 +14,7 @@ from malmen.platform.cli.edit import load_edited_model
 from malmen.platform.cli.options import AsJson, EditFolder, ModelName
 from malmen.platform.cli.output import err, numbers_table, print_json
 from malmen.platform.cli.output import out as console
-from malmen.platform.cli.progress import status
+from malmen.platform.cli.progress import slow_import, status
 
 
 def export(
@@ -30,6 +30,7 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write an edit as a delta, a LoRA adapter or a merged checkpoint that loads without malmen."""
+    slow_import("malmen.export")
     from malmen.export import MANIFEST, ExportKind, export_edit
     from malmen.runs.files import check_replaceable
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from malmen.metrics import BEFORE, BY_TOKENS, ENDED, EXACT, FLOOR, METRICS
+from malmen.runs.files import json_text
 
 if TYPE_CHECKING:
     from malmen.evaluate import FactReport
@@ -35,7 +35,7 @@ _COUNTED = {BY_TOKENS: "tokens", EXACT: "whole answers", ENDED: "generated, ends
 
 def print_json(value: Any) -> None:
     """One JSON document on standard output."""
-    print(json.dumps(value, indent=1, ensure_ascii=False))
+    print(json_text(value), end="")
 
 
 def show(value: Any, text: str, as_json: bool) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -15,35 +17,51 @@ from malmen.platform.cli.output import err, percent
 if TYPE_CHECKING:
     from malmen.meta import StepReport
 
-LINE_SECONDS = 3.0  # between two plain lines, at least
-STEP_LINE_SECONDS = 30.0  # the same between two steps, which name their rate and the time left
+LINE_SECONDS = 2.0  # between two plain lines; no stretch may be silent for 3 seconds
 
 
 @contextmanager
-def counted(description: str) -> Iterator[Callable[[int, int], None]]:
-    """Progress of counted work: call what this gives with how many are done, and of how many."""
-    start = last_line = time.monotonic()
-    with bar(TimeRemainingColumn()) as progress:
-        task = progress.add_task(description, total=None)
-        note(f"{description} …")
+def counted(description: str, *, announced: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """Progress of counted work: call what this gives with how many are done, and of how many.
 
-        def on_progress(done: int, total: int) -> None:
-            nonlocal last_line
+    Without `announced` the first line comes after LINE_SECONDS: an error at the door stays one line.
+    """
+    began, done, total = time.monotonic(), 0, 0
+
+    def line() -> str:
+        seconds = time.monotonic() - began
+        if done == 0:
+            return f"{description} … {seconds:.0f} s"
+        return f"{description}: {done}/{total}, {seconds * (total - done) / done:.0f} s left"
+
+    with bar(TimeRemainingColumn()) as progress, repeating(line):
+        task = progress.add_task(description, total=None)
+        if announced:
+            note(f"{description} …")
+
+        def on_progress(now_done: int, of: int) -> None:
+            nonlocal done, total
+            done, total = now_done, of
             progress.update(task, completed=done, total=total)
-            now = time.monotonic()
-            if 0 < done < total and now - last_line >= LINE_SECONDS:
-                note(f"{description}: {done}/{total}, {(now - start) * (total - done) / done:.0f} s left")
-                last_line = now
 
         yield on_progress
 
 
 @contextmanager
-def status(description: str) -> Iterator[None]:
-    """Work that cannot be counted: a moving mark on a terminal, one plain line elsewhere."""
-    note(f"{description} …")
-    with err.status(description):
+def status(description: str, *, announced: bool = True) -> Iterator[None]:
+    """Work that cannot be counted: a moving mark on a terminal, plain lines with its seconds elsewhere."""
+    began = time.monotonic()
+    if announced:
+        note(f"{description} …")
+    with err.status(description), repeating(lambda: f"{description} … {time.monotonic() - began:.0f} s"):
         yield
+
+
+def slow_import(*modules: str) -> None:
+    """Import modules that take seconds; a command's own imports of them are quick then."""
+    with status("importing libraries", announced=False):
+        for module in modules:
+            import_module(module)
 
 
 @contextmanager
@@ -54,6 +72,25 @@ def bar(*columns: Any) -> Iterator[Progress]:
         yield progress
 
 
+@contextmanager
+def repeating(line: Callable[[], str]) -> Iterator[None]:
+    """Print the line as it then is every LINE_SECONDS of the block, whatever the block waits for."""
+    ended = threading.Event()
+    thread = threading.Thread(target=repeat, args=(line, ended.wait), name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def repeat(line: Callable[[], str], ended_within: Callable[[float], bool]) -> None:
+    """Print the line each time that the work has not ended within LINE_SECONDS."""
+    while not ended_within(LINE_SECONDS):
+        note(line())
+
+
 def note(text: str) -> None:
     """A plain line, where no bar says the same."""
     if not err.is_terminal:
@@ -61,15 +98,18 @@ def note(text: str) -> None:
 
 
 class TrainingProgress:
-    """A bar with losses and stages; plain lines at every tenth of the run and every half minute elsewhere."""
+    """A bar with losses and stages; elsewhere a line for each phase and each tenth of the run, and `line` between."""
 
     def __init__(self, progress: Progress, steps: int) -> None:
         self.progress, self.steps = progress, steps
         self.task = progress.add_task("starting", total=steps, losses="")
-        self.last: tuple[float, int] | None = None  # when the last line was printed, and at which step
+        self.line: Callable[[], str] = lambda: "starting …"
+        self.last: tuple[float, int] | None = None  # when the line of a tenth was printed, and at which step
 
     def phase(self, description: str) -> None:
         """What is done before, between and after the steps."""
+        began = time.monotonic()
+        self.line = lambda: f"{description} … {time.monotonic() - began:.0f} s"
         self.progress.update(self.task, description=description)
         note(f"{description} …")
 
@@ -85,10 +125,12 @@ class TrainingProgress:
             self.task, description="meta-training", completed=step, losses=f"{losses}\nseconds: {stages}"
         )
         since, first = self.last
-        if step % max(1, self.steps // 10) == 0 or step == self.steps or now - since >= STEP_LINE_SECONDS:
-            rate = (now - since) / max(1, step - first)
-            left = f"{rate * (self.steps - step):.0f} s left" if step > first else ""
-            note(f"step {step}/{self.steps}  {losses}  {rate:.2f} s/step ({stages})  {left}")
+        rate = (now - since) / max(1, step - first)
+        left = f"{rate * (self.steps - step):.0f} s left" if step > first else ""
+        text = f"step {step}/{self.steps}  {losses}  {rate:.2f} s/step ({stages})  {left}"
+        self.line = lambda: text
+        if step % max(1, self.steps // 10) == 0 or step == self.steps:
+            note(text)
             self.last = (now, step)
 
     def event(self, text: str) -> None:
@@ -106,4 +148,6 @@ class TrainingProgress:
 def training_progress(steps: int) -> Iterator[TrainingProgress]:
     """Progress of a training run."""
     with bar(TimeRemainingColumn(), TextColumn("{task.fields[losses]}")) as progress:
-        yield TrainingProgress(progress, steps)
+        shown = TrainingProgress(progress, steps)
+        with repeating(lambda: shown.line()):
+            yield shown

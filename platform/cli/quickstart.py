@@ -13,7 +13,7 @@ import typer
 from malmen.metrics import METRICS
 from malmen.platform.cli.options import AsJson, Overrides, resolve_config
 from malmen.platform.cli.output import err, facts_table, out, print_json, show_scores
-from malmen.platform.cli.progress import counted, training_progress
+from malmen.platform.cli.progress import counted, slow_import, status, training_progress
 
 if TYPE_CHECKING:
     from malmen.config import Config
@@ -30,6 +30,7 @@ def quickstart(
     as_json: AsJson = False,
 ) -> None:
     """Meta-train on the built-in world, edit held-out facts, show before and after."""
+    slow_import("malmen.platform.train")
     from malmen.config import load_config
     from malmen.runs.files import exclusive_folder
 
@@ -43,7 +44,7 @@ def _run(config: Config, folder: Path, as_json: bool) -> None:
     from malmen.lm.model import load_lm
     from malmen.platform.train import Listener, train
     from malmen.runs.checkpoint import load_editor
-    from malmen.runs.files import atomic_file
+    from malmen.runs.files import atomic_file, write_json
     from malmen.training import evaluate_editor
 
     start = time.perf_counter()
@@ -60,14 +61,15 @@ def _run(config: Config, folder: Path, as_json: bool) -> None:
         evaluation = evaluate_editor(
             lm, load_editor(folder, lm), validation_records(config), config, on_progress=on_progress
         )
-    plot_training(trained.history, folder / "training.png")
+    with status("drawing training.png", announced=False):
+        plot_training(trained.history, folder / "training.png")
     result = {
         **evaluation.scores(),
         "steps": trained.steps,
         "seconds": round(time.perf_counter() - start, 1),
         "config": config.model_dump(mode="json"),
     }
-    atomic_file(folder / "result.json", json.dumps(result, indent=1) + "\n")
+    write_json(folder / "result.json", result)
     examples = [{"prompt": fact.prompt, "answer": fact.answer} for fact in evaluation.facts if fact.role == "edit"][:8]
     atomic_file(folder / "facts.jsonl", "".join(json.dumps(row) + "\n" for row in examples))  # for `malmen edit`
     if as_json:

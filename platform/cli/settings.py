@@ -10,6 +10,7 @@ import typer
 from malmen.errors import UsageError
 from malmen.platform.cli.options import CONFIGS, AsJson, ConfigName, Overrides, resolve_config
 from malmen.platform.cli.output import err, out, print_json, show_settings
+from malmen.platform.cli.progress import slow_import, status
 
 
 def configs() -> None:
@@ -48,19 +49,20 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """What a run will need, before anything runs: memory, transfers, time; exit code 1 if it does not fit."""
+    if flops is not None and measure:
+        raise UsageError("--flops and --measure exclude each other")
+    slow_import("malmen.platform.plan.planner")
     from malmen.config import load_config
     from malmen.platform.plan.advice import advise
     from malmen.platform.plan.output import show_plan
     from malmen.platform.plan.planner import Planner, PlanOptions
 
-    if flops is not None and measure:
-        raise UsageError("--flops and --measure exclude each other")
     planner = Planner(
         PlanOptions(lm_memory, hypernet_memory, flops, measure, bandwidth, gather_bandwidth, fact_tokens, answer_tokens)
     )
-    with err.status("rehearsing a step"):
+    with status("rehearsing a step"):
         needs = planner.plan(load_config(resolve_config(config), overrides or []))
-    with err.status("looking for settings that fit"):
+    with status("looking for settings that fit"):
         advice = advise(planner, needs)
     if as_json:
         print_json({**needs.as_dict(), "advice": [asdict(way) for way in advice]})

@@ -39,6 +39,7 @@ from malmen.platform.tracking.store import (
     store_errors,
 )
 from malmen.platform.tracking.watcher import DRIVER_TAG, ENDED, end_run, start_watcher
+from malmen.runs.files import json_text
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -91,14 +92,9 @@ class Tracker:
 
     @classmethod
     def start(
-        cls,
-        config: Config,
-        folder: str,
-        tags: Mapping[str, str],
-        run_id: str | None = None,
-        parent: str | None = None,
-        send_seconds: float = 5.0,
-    ) -> Tracker:
+        cls, config: Config, folder: str, tags: Mapping[str, str], run_id: str | None = None,
+        parent: str | None = None, send_seconds: float = 5.0,
+    ) -> Tracker:  # fmt: skip
         """A new run named after the folder, or `run_id` again where it still exists."""
         if not config.tracking.enabled:
             return cls(config)
@@ -257,7 +253,7 @@ def _describe(client: MlflowClient, run_id: str, config: Config, tags: Mapping[s
         client.log_batch(run_id, params=fresh[first : first + PARAMS_PER_CALL], synchronous=True)
     run_tags = [RunTag(key, str(value)) for key, value in {**tags, **changed}.items()]
     client.log_batch(run_id, tags=run_tags, synchronous=True)
-    client.log_text(run_id, json.dumps(raw, indent=1, ensure_ascii=False) + "\n", "config.json")
+    client.log_text(run_id, json_text(raw), "config.json")
 
 
 def _versions() -> dict[str, str]:

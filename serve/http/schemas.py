@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 
 from malmen.data.records import EditRecord, Fact
 from malmen.serve.ledger.tables import Alias
-from malmen.serve.messages import EditReply, GuardReport
+from malmen.serve.messages import EditReply, GuardReport, Scores
 
 
 def plain_text(text: str) -> str:
@@ -51,12 +51,6 @@ class EditsIn(RequestBody):
     remove: list[EditId] = Field(default=[], description="ids of edits to remove in the same version")
     dry_run: bool = Field(default=False, description="compute and measure, but publish nothing")
     base_version: Name | None = Field(default=None, description="only if this version is live; else 409")
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [{"facts": [{"prompt": "Which instrument does Karel Corkstein play?", "answer": "banjo"}]}]
-        }
-    )
 
 
 class JobOut(BaseModel):
@@ -170,12 +164,10 @@ class EvaluateIn(RequestBody):
     generate: bool = Field(default=True, description="also compare freely generated answers")
 
 
-class EvaluateOut(BaseModel):
-    """ES, GS, LS and related scores, and every fact before and after."""
+class EvaluateOut(Scores):
+    """The scores of a version, and every fact before and after."""
 
     version: str
-    scores: dict[str, float | int | None]
-    facts: list[dict[str, Any]]
 
 
 class ExportIn(RequestBody):

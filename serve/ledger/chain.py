@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -33,14 +32,9 @@ def chain_entry(seq: int, at: str, actor: str, kind: str, body: dict[str, Any], 
     return Entry(**covered, hash=digest(covered))
 
 
-def first_break(entries: Iterable[Entry], previous: str = GENESIS, seq: int = 0) -> int | None:
-    """The number of the first entry that is not as it was written, or None."""
-    for entry in entries:
-        expected = chain_entry(entry.seq, entry.at, entry.actor, entry.kind, entry.body, entry.previous)
-        if entry.seq != seq or entry.previous != previous or entry.hash != expected.hash:
-            return seq
-        previous, seq = entry.hash, seq + 1
-    return None
+def is_intact(entry: Entry, previous: str, seq: int) -> bool:
+    """Whether an entry is as it was written, after an entry with the hash `previous` and with the number `seq`."""
+    return entry == chain_entry(seq, entry.at, entry.actor, entry.kind, entry.body, previous)
 
 
 def canonical(value: Any) -> str:

@@ -53,10 +53,7 @@ class Ledger(LedgerView):
         return epoch
 
     def publish(self, version: Version, accepted: Sequence[AcceptedChange], live_revision: int, epoch: int) -> None:
-        """Record a version and its changes, and move `live` to it: all of it or nothing.
-
-        `live_revision` is that of the alias `live` when the version was computed.
-        """
+        """Record a version and move `live` to it, all or nothing; `live_revision`: that of `live` when solved."""
         with self.writing() as connection:
             if int(_mark(connection, "writer")) != epoch:
                 raise Problem(503, "another writer has taken over; this one can publish no more")

@@ -15,6 +15,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from malmen.errors import EditError
+from malmen.platform.tracking.registry import FILES, download_editor
 from malmen.runs.checkpoint_lookup import BEST, latest_checkpoint, read_json, read_state
 from malmen.runs.files import atomic_file, atomic_folder
 from malmen.runs.storage import STATE_FILE, RunStore
@@ -36,11 +37,7 @@ def open_ledger(settings: ServeConfig) -> Ledger:
 
 def find_editor(name: str) -> str | Path:
     """The checkpoint folder (or URL) of a run, a checkpoint, or an editor in the model registry."""
-    if name.startswith(_REGISTRY):
-        from malmen.platform.tracking.registry import download_editor
-
-        return download_editor(name)
-    return latest_checkpoint(name)
+    return download_editor(name) if name.startswith(_REGISTRY) else latest_checkpoint(name)
 
 
 def weights_hash(folder: str | Path) -> str:
@@ -70,7 +67,10 @@ def pin_editor(settings: ServeConfig) -> ServeConfig:
             return settings.model_copy(update={"editor": str(folder)})
         home = homes / weights
         if not (home / STATE_FILE).exists():
-            _copy(folder, home)
+            fetched = RunStore(folder).fetch(without=["optimizer.safetensors"])
+            with atomic_folder(home, replaces=STATE_FILE) as fresh, fetched as local:
+                for file in FILES:
+                    shutil.copyfile(local / file, fresh / file)
         atomic_file(home / SOURCE, json.dumps({"editor": run}) + "\n")
     _warn_if_newer(settings.editor, home)
     return settings.model_copy(update={"editor": str(home)})
@@ -92,17 +92,6 @@ def _checkpoint(name: str, began_with: str | None) -> str | Path:
     run = RunStore(name.removesuffix(BEST))
     older = (run.join(checkpoint) for checkpoint in reversed(run.checkpoints()))
     return next((folder for folder in (newest, *older) if weights_hash(folder) == began_with), newest)
-
-
-def _copy(folder: str | Path, home: Path) -> None:
-    from malmen.platform.tracking.registry import FILES
-
-    with (
-        atomic_folder(home, replaces=STATE_FILE) as fresh,
-        RunStore(folder).fetch(without=["optimizer.safetensors"]) as local,
-    ):
-        for file in FILES:
-            shutil.copyfile(local / file, fresh / file)
 
 
 def _warn_if_newer(name: str, home: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, select
 
 from malmen.serve.ledger import tables
-from malmen.serve.ledger.chain import GENESIS, Entry, first_break
+from malmen.serve.ledger.chain import GENESIS, Entry, is_intact
 from malmen.serve.ledger.tables import BASE, LIVE
 
 _MAX_NAMES = 20  # of differing rows, for each table
@@ -68,7 +68,7 @@ def verify(connection: Connection) -> dict[str, Any]:
     query = select(tables.entries).order_by(tables.entries.c.seq).execution_options(yield_per=1000)
     for row in connection.execute(query).mappings():
         entry = Entry(**row)
-        if first_break([entry], previous, count) is not None:
+        if not is_intact(entry, previous, count):
             return {"intact": False, "entries": count, "broken_at": count}
         expected.replay(entry)
         count, previous = count + 1, entry.hash

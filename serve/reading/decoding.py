@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -12,6 +12,9 @@ from torch import Tensor
 
 from malmen.lm.model import LanguageModel
 from malmen.serve.messages import AnswerState, Sampling
+
+# Gives logits (rows, vocabulary) of the next token, and is sent the tokens that were drawn (rows, 1); at first None.
+Steps = Generator[Tensor, Any, None]
 
 
 @dataclass
@@ -51,13 +54,13 @@ class Answer:
 
 def decode_batch(lm: LanguageModel, prompts: Sequence[Sequence[int]], answers: Sequence[Answer]) -> Iterator[None]:
     """Grow all answers by one token at each step, until all have ended."""
-    steps = _Decoder(lm, prompts) if lm.kind == "decoder" else _EncoderDecoder(lm, prompts)
+    steps = _decoder_steps(lm, prompts) if lm.kind == "decoder" else _encoder_decoder_steps(lm, prompts)
     seeds = [answer.sampling.seed for answer in answers]
     generators = [None if seed is None else torch.Generator(lm.device).manual_seed(seed) for seed in seeds]
     ids = None
     while any(answer.finish_reason is None for answer in answers):
         with torch.no_grad():
-            logits = steps.next(ids)
+            logits = steps.send(ids)
             tokens = [
                 draw(row, answer.sampling, generator)
                 for row, answer, generator in zip(logits, answers, generators, strict=True)
@@ -88,60 +91,35 @@ def end_tokens(lm: LanguageModel) -> set[int]:
     return {int(token) for token in (*tokens, lm.tokenizer.eos_token_id) if token is not None}
 
 
-class _Decoder:
-    """A decoder's steps; prompts are padded on the left, so that all answers start in the same column."""
-
-    def __init__(self, lm: LanguageModel, prompts: Sequence[Sequence[int]]) -> None:
-        self.lm, self.model = lm, cast(Any, lm.model)
-        width = max(map(len, prompts))
-        rows = [[lm.pad_id] * (width - len(ids)) + list(ids) for ids in prompts]
-        mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]
-        self.ids = torch.tensor(rows, device=lm.device)
-        self.mask = torch.tensor(mask, device=lm.device)
-        self.positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
-        self.past: Any = None
-        self.parameters = set(inspect.signature(self.model.forward).parameters)
-
-    def next(self, ids: Tensor | None) -> Tensor:
-        """Logits (rows, vocabulary) of the next token, given the ones just drawn (rows, 1)."""
-        if ids is not None:
-            self.mask = torch.cat((self.mask, torch.ones_like(ids)), dim=1)
-            # An answer that has ended is decoded on with the others: its position must stay one that the model has.
-            self.positions = (self.positions[:, -1:] + 1).clamp(max=(self.lm.max_positions or 2**31) - 1)
-        inputs: dict[str, Any] = {"attention_mask": self.mask, "past_key_values": self.past, "use_cache": True}
-        if "position_ids" in self.parameters:
-            inputs["position_ids"] = self.positions
-        if "logits_to_keep" in self.parameters:
-            inputs["logits_to_keep"] = 1
-        output = self.model(input_ids=self.ids if ids is None else ids, **inputs)
-        self.past = output.past_key_values
-        return cast(Tensor, output.logits[:, -1])
+def _decoder_steps(lm: LanguageModel, prompts: Sequence[Sequence[int]]) -> Steps:
+    """A decoder's; prompts are padded on the left, so that all answers start in the same column."""
+    model, width = cast(Any, lm.model), max(map(len, prompts))
+    ids = torch.tensor([[lm.pad_id] * (width - len(row)) + list(row) for row in prompts], device=lm.device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts], device=lm.device)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    known, past = inspect.signature(model.forward).parameters, None
+    while True:
+        special = {"position_ids": positions, "logits_to_keep": 1}  # some models have no such input
+        inputs = {name: value for name, value in special.items() if name in known}
+        output = model(input_ids=ids, attention_mask=mask, past_key_values=past, use_cache=True, **inputs)
+        past = output.past_key_values
+        ids = yield output.logits[:, -1]
+        mask = torch.cat((mask, torch.ones_like(ids)), dim=1)
+        # An answer that has ended is decoded on with the others: its position must stay one that the model has.
+        positions = (positions[:, -1:] + 1).clamp(max=(lm.max_positions or 2**31) - 1)
 
 
-class _EncoderDecoder:
-    """An encoder-decoder's steps."""
-
-    def __init__(self, lm: LanguageModel, prompts: Sequence[Sequence[int]]) -> None:
-        self.lm, self.model = lm, cast(Any, lm.model)
-        width = max(map(len, prompts))
-        ids = torch.tensor([list(ids) + [lm.pad_id] * (width - len(ids)) for ids in prompts], device=lm.device)
-        self.mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in prompts], device=lm.device)
-        with torch.no_grad():
-            self.encoded = self.model.get_encoder()(input_ids=ids, attention_mask=self.mask)
-        self.start = torch.full((len(prompts), 1), lm.decoder_start, device=lm.device)
-        self.past: Any = None
-
-    def next(self, ids: Tensor | None) -> Tensor:
-        """Logits (rows, vocabulary) of the next token, given the ones just drawn (rows, 1)."""
-        output = self.model(
-            encoder_outputs=self.encoded,
-            attention_mask=self.mask,
-            decoder_input_ids=self.start if ids is None else ids,
-            past_key_values=self.past,
-            use_cache=True,
-        )
-        self.past = output.past_key_values
-        return cast(Tensor, output.logits[:, -1])
+def _encoder_decoder_steps(lm: LanguageModel, prompts: Sequence[Sequence[int]]) -> Steps:
+    """An encoder-decoder's; the encoder reads the prompts once."""
+    model, width = cast(Any, lm.model), max(map(len, prompts))
+    rows = torch.tensor([list(row) + [lm.pad_id] * (width - len(row)) for row in prompts], device=lm.device)
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in prompts], device=lm.device)
+    inputs = {"encoder_outputs": model.get_encoder()(input_ids=rows, attention_mask=mask), "attention_mask": mask}
+    ids, past = torch.full((len(prompts), 1), lm.decoder_start, device=lm.device), None
+    while True:
+        output = model(decoder_input_ids=ids, past_key_values=past, use_cache=True, **inputs)
+        past = output.past_key_values
+        ids = yield output.logits[:, -1]
 
 
 def _overlap(text: str, stop: str) -> int:

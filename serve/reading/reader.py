@@ -45,10 +45,9 @@ class Reader:
         self._overlays.move_to_end(shifts)
         return self._overlays[shifts]
 
-    def memory(self) -> dict[str, int]:
-        """Versions in memory, and their bytes."""
-        edits = list(self._overlays.values())
-        return {"versions": len(edits), "bytes": sum(edit.num_bytes() for edit in edits)}
+    def versions_in_memory(self) -> int:
+        """How many."""
+        return len(self._overlays)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """A prompt's tokens; a Problem where the model cannot read it."""
@@ -61,10 +60,6 @@ class Reader:
             return encoder.generation_ids(text, 1)
         except EditError as error:
             raise Problem(422, str(error)) from error
-
-    def answer(self, prompts: Sequence[Prompt]) -> list[AnswerState]:
-        """The finished answers to prompts of any versions, decoded in one batch."""
-        return list(self.answer_states(prompts))[-1]
 
     def answer_states(self, prompts: Sequence[Prompt]) -> Iterator[list[AnswerState]]:
         """The answers to prompts of any versions, decoded in one batch, after each step."""
@@ -86,16 +81,13 @@ class Reader:
                     yield [answer.state() for answer in answers]
 
     def _chat_text(self, turns: list[dict[str, str]]) -> str | None:
-        """The turns in the form of the tokenizer's chat template; None where it has none.
-
-        A template may refuse turns: some know no `system`, or require user and assistant to alternate.
-        """
+        """The turns in the form of the tokenizer's chat template; None where it has none."""
         tokenizer = self.lm.tokenizer
         if not getattr(tokenizer, "chat_template", None):
             return None
         try:
             return str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
-        except TemplateError as error:
+        except TemplateError as error:  # some know no `system`, or require user and assistant to alternate
             raise Problem(422, f"the model's chat template refuses these messages: {error}") from error
 
     def evaluate(self, request: Evaluate) -> Scores:
@@ -107,7 +99,7 @@ class Reader:
                 evaluation = evaluate(self.lm, request.records, shifts, self.config, generate=generate)
             except EditError as error:
                 raise Problem(422, str(error)) from error
-        return Scores(evaluation.scores(), [asdict(fact) for fact in evaluation.facts])
+        return Scores(scores=evaluation.scores(), facts=[asdict(fact) for fact in evaluation.facts])
 
     def _fitting(self, sampling: Sampling, prompt_tokens: int) -> Sampling:
         """No more new tokens than the model has positions for; the answer then ends with `length`."""
@@ -134,7 +126,7 @@ class ReaderWorker:
                 case Evaluate():
                     reply = await asyncio.to_thread(self.reader.evaluate, request)
                 case CountVersions():
-                    reply = self.reader.memory()["versions"]
+                    reply = self.reader.versions_in_memory()
         except EditError as error:  # what fails in the store is not the caller's fault
             return Problem.of(error, 503)
         return reply

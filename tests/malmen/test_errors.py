@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from malmen.errors import EditError, last_line, wrong_base_model
+from malmen.errors import EditError, check_base_model, last_line
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,8 @@ def test_the_last_line_of_an_error_says_something(text: str, expected: str) -> N
 
 
 def test_a_wrong_base_model_is_refused_with_both_fingerprints() -> None:
-    error = wrong_base_model("the edit in runs/a", "aaa", "bbb")
-    assert isinstance(error, EditError)
+    check_base_model("the edit in runs/a", "aaa", "aaa")
+    with pytest.raises(EditError) as refusal:
+        check_base_model("the edit in runs/a", "aaa", "bbb")
     for part in ("the edit in runs/a", "belongs to base model aaa", "given is bbb"):
-        assert part in str(error)
+        assert part in str(refusal.value)

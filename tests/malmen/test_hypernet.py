@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from malmen.config import EditorConfig
 from malmen.hypernet import HyperNetwork, RunningNorm, Statistics
 
 
@@ -59,7 +60,7 @@ def test_a_feature_that_never_varies_is_not_blown_up() -> None:
 
 
 def test_statistics_do_not_change_outside_merge() -> None:
-    net = HyperNetwork(1, 4, 2, rank=3, num_blocks=2, edit_lr=1e-6, damping=1.0).double().train()
+    net = HyperNetwork(1, 4, 2, EditorConfig(rank=3, edit_lr=1e-6)).double().train()
     before = {name: value.clone() for name, value in net.norm.state_dict().items()}
     rows = _rows(5)
     net(torch.zeros(5, dtype=torch.long), rows[:, :4], rows[:, 4:])
@@ -68,7 +69,7 @@ def test_statistics_do_not_change_outside_merge() -> None:
 
 def test_the_network_is_the_identity_of_the_normalised_input_at_the_start() -> None:
     rows = _rows()
-    net = HyperNetwork(1, 4, 2, rank=3, num_blocks=2, edit_lr=0.01, damping=1.0).double()
+    net = HyperNetwork(1, 4, 2, EditorConfig(rank=3, edit_lr=0.01)).double()
     net.norm.merge(0, Statistics.of(rows))
     layers = torch.zeros(len(rows), dtype=torch.long)
     pseudo_keys, scaled_grads, _ = net(layers, rows[:, :4], rows[:, 4:])
@@ -80,7 +81,7 @@ def test_the_network_is_the_identity_of_the_normalised_input_at_the_start() -> N
 @pytest.mark.parametrize("how", ["paper", "relative"])
 def test_every_parameter_that_can_learn_at_the_start_has_a_gradient(how: Any) -> None:
     rows = _rows()
-    net = HyperNetwork(1, 4, 2, rank=3, num_blocks=2, edit_lr=0.01, damping=1.0, parametrisation=how).double()
+    net = HyperNetwork(1, 4, 2, EditorConfig(rank=3, edit_lr=0.01, parametrisation=how)).double()
     net.norm.merge(0, Statistics.of(rows))
     pseudo_keys, scaled_grads, _ = net(torch.zeros(len(rows), dtype=torch.long), rows[:, :4], rows[:, 4:])
     (pseudo_keys.sum() + (scaled_grads * torch.randn_like(scaled_grads)).sum()).backward()
@@ -94,7 +95,7 @@ def test_one_step_of_the_papers_learning_rate_moves_eta_and_the_network_as_far_a
     rows = torch.randn(200, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for how, change_of_eta in (("paper", 10.0), ("relative", 1e-5)):
         torch.manual_seed(0)
-        net = HyperNetwork(1, 64, 32, rank=1920, num_blocks=2, edit_lr=1e-6, damping=1.0, parametrisation=how).double()
+        net = HyperNetwork(1, 64, 32, EditorConfig(rank=1920, edit_lr=1e-6, parametrisation=how)).double()
         net.norm.merge(0, Statistics.of(rows))
         layers = torch.zeros(len(rows), dtype=torch.long)
         adam = torch.optim.Adam(net.parameters(), lr=1e-5)
@@ -109,7 +110,7 @@ def test_one_step_of_the_papers_learning_rate_moves_eta_and_the_network_as_far_a
 
 def test_rows_of_different_layers_can_share_a_batch() -> None:
     rows = _rows(9)
-    net = HyperNetwork(3, 4, 2, rank=3, num_blocks=2, edit_lr=1e-6, damping=1.0).double()
+    net = HyperNetwork(3, 4, 2, EditorConfig(rank=3, edit_lr=1e-6)).double()
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in net.parameters():

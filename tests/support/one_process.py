@@ -50,7 +50,7 @@ class OneProcess:
             yield reply_or_raise(state)
 
     async def status(self) -> WorkerStatus:
-        return WorkerStatus(True, 1, 1, self.reader.memory()["versions"])
+        return WorkerStatus(True, 1, 1, self.reader.versions_in_memory())
 
     async def _apply(self, change: Change) -> Outcome:
         return (await asyncio.to_thread(self.service.apply, [change]))[0]

@@ -18,7 +18,7 @@ from malmen.config import Config, flatten, stored_config
 from malmen.data.splits import data_fingerprint
 from malmen.errors import EditError, UsageError
 from malmen.lm.model import LanguageModel
-from malmen.runs.files import atomic_file
+from malmen.runs.files import write_json
 from malmen.tune.experiments.settings import KINDS, ExperimentConfig
 from malmen.tune.experiments.variants import Row, Variant, rows_of
 
@@ -85,7 +85,7 @@ class Cells:
 
     def put(self, cell: Cell, measured: dict[str, Any]) -> None:
         """Store numbers, or `{"error": …}`."""
-        self._write(cell.name, {**asdict(cell), **measured, "code": code_version()})
+        write_json(self._files / cell.name, {**asdict(cell), **measured, "code": code_version()})
 
     def get(self, cell: Cell) -> dict[str, Any]:
         """What was stored; {} if nothing was."""
@@ -93,7 +93,7 @@ class Cells:
 
     def put_memory(self, rows: Sequence[dict[str, Any]]) -> None:
         """Store all measurements of memory."""
-        self._write(MEMORY, rows)
+        write_json(self._files / MEMORY, rows)
 
     def memory(self) -> list[dict[str, Any]]:
         """The measurements of memory."""
@@ -103,9 +103,6 @@ class Cells:
         """The versions of the code that measured these cells."""
         cells = [self._read(path.name, {}) for path in self._files.glob("*.json") if path.name != MEMORY]
         return {row.get("code", "unknown") for row in (*cells, *self.memory())}
-
-    def _write(self, name: str, content: Any) -> None:
-        atomic_file(self._files / name, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
     def _read(self, name: str, default: Any) -> Any:
         path = self._files / name
@@ -172,7 +169,7 @@ def begin_folder(folder: Path, settings: ExperimentConfig, config: Config) -> No
     elif folder.exists() and any(not path.name.startswith(".writing-") for path in folder.iterdir()):
         raise UsageError(f"{folder} holds something else: choose another --out")
     folder.mkdir(parents=True, exist_ok=True)
-    atomic_file(path, json.dumps(about, indent=1) + "\n")
+    write_json(path, about)
 
 
 def _corpus_hash(config: Config) -> str | None:

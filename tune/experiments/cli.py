@@ -11,11 +11,11 @@ import typer
 
 from malmen.errors import EditError, UsageError
 from malmen.platform.cli.options import Address, AsJson
+from malmen.platform.cli.progress import slow_import
 
 app = typer.Typer(
     no_args_is_help=True,
     help="MALMEN and its rivals on the same facts: `malmen experiment report --preset world`.",
-    pretty_exceptions_enable=False,
 )
 Overrides = Annotated[
     list[str] | None,
@@ -52,6 +52,7 @@ def _add_command(name: str) -> None:
             if name == "recipes":
                 raise UsageError("no recipes to compare: name a preset that has recipes, or set experiment.recipes")
             kinds = tuple(kind for kind in kinds if kind != "recipes")
+        slow_import("malmen.tune.experiments.runner")
         from malmen.tune.experiments.findings import findings
         from malmen.tune.experiments.report import write_report
         from malmen.tune.experiments.runner import run_experiments
@@ -85,9 +86,9 @@ def _show(summary: dict[str, Any], as_json: bool) -> None:
         print_json(summary)
         return
     for row in summary.pop("findings", []):
-        out.print(("holds: " if row["holds"] else "DOES NOT HOLD: ") + row["expected"], highlight=False)
+        out.print(("holds: " if row["holds"] else "DOES NOT HOLD: ") + row["expected"])
     for name, value in summary.items():
-        out.print(f"{name}: {value}", highlight=False, soft_wrap=True)
+        out.print(f"{name}: {value}", soft_wrap=True)
 
 
 @app.command("settings")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 from malmen.config import Config
 from malmen.methods.registry import METHODS
 from malmen.metrics import BEFORE, BY_TOKENS, ENDED, GENERATED, METRICS
-from malmen.runs.files import atomic_file
+from malmen.runs.files import write_json
 from malmen.tune.experiments.cells import Cell, Cells
 from malmen.tune.experiments.figures import draw
 from malmen.tune.experiments.memory import WAYS
@@ -36,7 +35,7 @@ def write_results(settings: ExperimentConfig, config: Config, folder: Path, kind
         result = {"experiment": kind, "model": config.model.name, "seeds": settings.seeds}
         result |= _result(kind, settings, config, Cells(folder))
         path = folder / "results" / f"{kind}.json"
-        atomic_file(path, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        write_json(path, result)
         draw(result, path.parent)
         written.append(path)
     return written

@@ -15,9 +15,9 @@ from malmen.config import Config
 from malmen.data.records import EditRecord, Fact
 from malmen.data.splits import validation_records
 from malmen.data.subjects import edits_of
-from malmen.edit_method import EditMethod, UntrainedMethod, finite
+from malmen.edit_method import EditMethod, UntrainedMethod
 from malmen.edit_set import EditSet, fact_rows
-from malmen.editor import Editor
+from malmen.editor import Editor, finite
 from malmen.errors import EditError
 from malmen.evaluate import Evaluation, evaluate
 from malmen.lm.model import LanguageModel, encode_batches, fact_encoder, load_lm
@@ -123,10 +123,7 @@ def _in_rounds(cell: Cell, lm: LanguageModel, method: EditMethod, facts: Sequenc
 
 
 def _failures(evaluation: Evaluation, number: int) -> list[dict[str, Any]]:
-    """The first failures of each kind: an answer that was not given, or a right one that was lost.
-
-    Before and after the edit: the generated texts, else the most probable token at each place of the answer.
-    """
+    """The first answers of each kind that were not given, or lost: generated texts, else the most probable tokens."""
     rows = []
     for kind, what in _FAILURES.items():
         wrong = [fact for fact in evaluation.facts if fact.role == kind and not fact.right_after]

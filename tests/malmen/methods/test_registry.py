@@ -13,7 +13,8 @@ import torch
 
 from malmen.config import BaselinesConfig, Config
 from malmen.data.records import Fact
-from malmen.edit_method import PlainEdit, UntrainedMethod, require_facts
+from malmen.edit_method import PlainEdit, UntrainedMethod
+from malmen.editor import require_facts
 from malmen.lm.layers import LayerSpec, find_layers
 from malmen.lm.model import LanguageModel
 from malmen.methods.registry import METHODS, Method

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import pytest
 from endpoints import world_facts
@@ -10,9 +11,14 @@ from one_process import Endpoint
 
 from malmen.lm.generate import ask
 from malmen.lm.overlay import edited
-from malmen.serve.messages import Prompt, Sampling
+from malmen.serve.messages import AnswerState, Prompt, Sampling
+from malmen.serve.reading.reader import Reader
 
 FACTS = [{"prompt": fact.prompt, "answer": fact.answer} for fact in world_facts(60)]
+
+
+def finished(reader: Reader, prompts: Sequence[Prompt]) -> list[AnswerState]:
+    return list(reader.answer_states(prompts))[-1]
 
 
 def test_prompts_of_different_versions_are_answered_in_one_batch_as_they_would_be_alone(fresh: Endpoint) -> None:
@@ -20,8 +26,8 @@ def test_prompts_of_different_versions_are_answered_in_one_batch_as_they_would_b
     versions = [None, *(fresh.backend.ledger.resolve(fresh.add(fact)["version"]).shifts for fact in FACTS[:3])]
     prompts = [Prompt(fact["prompt"], shifts, Sampling(6)) for fact in FACTS[:6] for shifts in versions]
     reader = fresh.workers.reader
-    together = [answer.text for answer in reader.answer(prompts[::-1])][::-1]
-    assert together == [reader.answer([prompt])[0].text for prompt in prompts]
+    together = [answer.text for answer in finished(reader, prompts[::-1])][::-1]
+    assert together == [finished(reader, [prompt])[0].text for prompt in prompts]
     assert len(set(together)) > 6
 
 
@@ -31,7 +37,7 @@ def test_a_long_answer_to_a_short_prompt_does_not_push_a_long_prompt_beyond_the_
     places = reader.lm.max_positions
     assert places is not None
     drawn = Sampling(places, temperature=2.0, seed=3)
-    answers = reader.answer([Prompt(text, None, drawn) for text in (long, short)])
+    answers = finished(reader, [Prompt(text, None, drawn) for text in (long, short)])
     assert answers[0].prompt_tokens > 30 and all(answer.finish_reason for answer in answers)
 
 
@@ -43,9 +49,9 @@ def test_a_prompt_that_fills_all_places_is_answered_by_one_token(fresh: Endpoint
     while len(reader.encoder.prompt_ids(text)) > places:
         text = text[:-2]
     assert len(ids) == 1 and len(reader.encoder.prompt_ids(text)) == places
-    full, short = reader.answer([Prompt(text, None, Sampling(9)), Prompt("a", None, Sampling(9))])
+    full, short = finished(reader, [Prompt(text, None, Sampling(9)), Prompt("a", None, Sampling(9))])
     assert (full.prompt_tokens, full.finish_reason) == (places, "length") and full.completion_tokens == 1
-    assert short.text == reader.answer([Prompt("a", None, Sampling(9))])[0].text
+    assert short.text == finished(reader, [Prompt("a", None, Sampling(9))])[0].text
 
 
 @pytest.mark.parametrize("how", [{"temperature": 1e-40}, {"temperature": 1.0, "top_p": 1e-50}])
