@@ -59,9 +59,9 @@ def absolute_paths(config: Config) -> Config:
     for values, key in ((raw["data"], "train"), (raw["data"], "validation"), (raw["model"], "name")):
         if values[key] != "builtin" and Path(values[key]).exists():
             values[key] = str(Path(values[key]).absolute())
-    for section in ("batch", "own_text"):
-        if folder := raw[section]["cache_dir"]:
-            raw[section]["cache_dir"] = str(Path(folder).expanduser().absolute())
+    for values, key in ((raw["batch"], "cache_dir"), (raw["own_text"], "folder")):
+        if folder := values[key]:
+            values[key] = str(Path(folder).expanduser().absolute())
     return parse_config(raw, "the config")
 
 
@@ -152,4 +152,6 @@ def explain(problem: Any, known: Sequence[str]) -> str:
     if problem["type"] == "extra_forbidden":
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known
         return f"unknown key {name!r}; did you mean {' or '.join(near)}?"
+    if problem["type"] == "value_error":  # of a section: its own words say what was given
+        return f"{name}: {str(problem['msg']).removeprefix('Value error, ')}"
     return f"{name}: {problem['msg']} (given {problem['input']!r})"

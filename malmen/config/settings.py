@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 SPLIT = "split"  # a value of model.device
 Parametrisation = Literal["paper", "relative"]
@@ -71,6 +71,12 @@ class EditorConfig(Section):
         description="`learned`: the hyper-network says how much each token's value difference counts in the least "
         "squares",
     )
+
+    @model_validator(mode="after")
+    def _has_a_weight_to_learn(self) -> EditorConfig:
+        if self.learn_preserved_weight and self.preserved_weight == 0:
+            raise ValueError("learn_preserved_weight needs a preserved_weight above 0 to start from, e.g. 1")
+        return self
 
     @property
     def preserving(self) -> bool:
@@ -153,14 +159,14 @@ class OwnTextConfig(Section):
         description="number of texts in each form: after prompts of unrelated training facts, after neutral openings, "
         "and after nothing",
     )
-    tokens: int = Field(default=20, gt=0, description="tokens of a text, at most; it may end before, even at once")
+    max_tokens: int = Field(default=20, gt=0, description="tokens of a text, at most; it may end before, even at once")
     sampled: float = Field(
         default=0.5, ge=0, le=1, description="share of texts that are drawn at temperature 1; the others are greedy"
     )
     forms: Literal["auto", "raw", "chat"] = Field(
         default="auto", description="form of the prompts; `auto`: raw, and in the chat template where there is one"
     )
-    cache_dir: str | None = Field(
+    folder: str | None = Field(
         default=None, description="folder that keeps the texts for other runs; default: the user's cache folder"
     )
 

@@ -85,7 +85,7 @@ def evaluation_texts(
     prompts = list(asked)[:number] or openings()[:number]
     forms = find_forms(lm, config.own_text)
     starts = [Start(prompt, _prompt_ids(lm, config, form, prompt), form, False) for form in forms for prompt in prompts]
-    texts = write_texts(lm, starts, config.own_text.tokens, config.seed, on_progress=on_progress)
+    texts = write_texts(lm, starts, config.own_text.max_tokens, config.seed, on_progress=on_progress)
     return {form: texts[place * len(prompts) : (place + 1) * len(prompts)] for place, form in enumerate(forms)}
 
 
@@ -143,20 +143,20 @@ def own_texts(
     """The texts for training, of this model, config and records: written once, then read from the cache. Of processes
     that share the work the `first` uses it."""
     starts, own = training_starts(lm, config, records), config.own_text
-    about = [lm.fingerprint(), str(lm.dtype), own.tokens, config.seed, starts]
-    folder = Path(own.cache_dir).expanduser() if own.cache_dir else user_cache() / "own_text"
+    about = [lm.fingerprint(), str(lm.dtype), own.max_tokens, config.seed, starts]
+    folder = Path(own.folder).expanduser() if own.folder else user_cache() / "own_text"
     file = folder / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]}.json"
     known = gather({0: json.loads(file.read_text()) if first and file.is_file() else []})[0][0]
     if known:
         return [OwnText(start.prompt, _as_fact(lm, start, ids)) for start, ids in zip(starts, known, strict=True)]
     log.info("writing %d texts of the unedited model", len(starts))
-    texts = write_texts(lm, starts, own.tokens, config.seed, share=share, gather=gather, on_progress=on_progress)
+    texts = write_texts(lm, starts, own.max_tokens, config.seed, share=share, gather=gather, on_progress=on_progress)
     if first:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             atomic_file(file, json.dumps([fact.targets for fact in texts]))
         except OSError as error:
-            raise EditError(f"cannot write to {folder}: {error.strerror}; set own_text.cache_dir") from error
+            raise EditError(f"cannot write to {folder}: {error.strerror}; set own_text.folder") from error
     return [OwnText(start.prompt, text) for start, text in zip(starts, texts, strict=True)]
 
 
@@ -167,7 +167,7 @@ def user_cache() -> Path:
 
 def _prompt_ids(lm: LanguageModel, config: Config, form: Form, prompt: str) -> tuple[int, ...]:
     encoder = fact_encoder(lm, config.data.model_copy(update={"prompt_format": form, "overlong": "truncate"}))
-    return tuple(encoder.generation_ids(prompt, config.own_text.tokens))
+    return tuple(encoder.generation_ids(prompt, config.own_text.max_tokens))
 
 
 def _nothing(lm: LanguageModel) -> tuple[int, ...]:

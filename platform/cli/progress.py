@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from malmen.meta import StepReport
 
 LINE_SECONDS = 2.0  # between two plain lines; no stretch may be silent for 3 seconds
+RARER = 0.01  # of the time that has passed, where that is more: a run of a day is not to fill its log
+MOST_SECONDS = 30.0  # between two plain lines, at most
 
 
 @contextmanager
@@ -74,7 +76,7 @@ def bar(*columns: Any) -> Iterator[Progress]:
 
 @contextmanager
 def repeating(line: Callable[[], str]) -> Iterator[None]:
-    """Print the line as it then is every LINE_SECONDS of the block, whatever the block waits for."""
+    """Print the line as it then is while the block lasts, whatever the block waits for."""
     ended = threading.Event()
     thread = threading.Thread(target=repeat, args=(line, ended.wait), name="progress", daemon=True)
     thread.start()
@@ -86,9 +88,12 @@ def repeating(line: Callable[[], str]) -> Iterator[None]:
 
 
 def repeat(line: Callable[[], str], ended_within: Callable[[float], bool]) -> None:
-    """Print the line each time that the work has not ended within LINE_SECONDS."""
-    while not ended_within(LINE_SECONDS):
+    """Print the line every LINE_SECONDS until the work has ended; more rarely after some minutes."""
+    passed, wait = 0.0, LINE_SECONDS
+    while not ended_within(wait):
         note(line())
+        passed += wait
+        wait = max(LINE_SECONDS, min(MOST_SECONDS, RARER * passed))
 
 
 def note(text: str) -> None:

@@ -21,7 +21,7 @@ def make_journal(place: str | Path, listener: Listener | None = None, **cluster:
 
 
 def step_done(step: int, loss: float = 0.5) -> StepDone:
-    return StepDone(step, loss, loss, loss, {}, 0, 0.0, loss, {}, {}, [], 1.0)
+    return StepDone(step, loss, loss, loss, 1.0, {}, 0, 0.0, loss, {}, {}, [], 1.0)
 
 
 def test_steps_and_evaluations_that_are_repeated_after_a_loss_count_once(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def two_ranks(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         cluster = {"lm_workers": 2, "hypernet_actors": actors, "overlap": True, **changes.pop("cluster", {})}
         return make_platform_config(kind, models, cluster=cluster, **changes)
 
-    own = {"texts": 30, "tokens": 6, "cache_dir": str(tmp_path_factory.mktemp("own_text"))}
+    own = {"texts": 30, "max_tokens": 6, "folder": str(tmp_path_factory.mktemp("own_text"))}
     preserving = {"preserved_weight": 2.0, "learn_preserved_weight": True, "token_weights": "learned"}
     epochs = {"num_edits": 19, "steps": 8, "checkpoint_every": 5}
     configs = {
@@ -121,7 +121,7 @@ def test_two_lm_ranks_in_turn_with_one_actor_equal_one_process(two_ranks: Runs, 
 @pytest.mark.parametrize("name", ["own text", "own text, sharded"])
 def test_two_ranks_that_write_the_models_own_texts_equal_one_process(name: str, two_ranks: Runs, alone: Alone) -> None:
     configs, found = two_ranks
-    cache = configs[name].own_text.cache_dir
+    cache = configs[name].own_text.folder
     assert cache is not None
     for file in Path(cache).iterdir():  # one process writes its own
         file.unlink()

@@ -103,3 +103,9 @@ def test_a_stored_config_is_older_than_the_parametrisation_if_it_does_not_name_i
     assert stored_config(stored, "config.json") == Config()
     del stored["editor"]["parametrisation"]
     assert stored_config(stored, "config.json").editor.parametrisation == "relative"
+
+
+def test_a_weight_that_is_to_be_learned_needs_a_start() -> None:
+    with pytest.raises(UsageError, match=r"editor: learn_preserved_weight needs a preserved_weight above 0"):
+        load_config(None, ["learn_preserved_weight=true"])
+    assert load_config(None, ["learn_preserved_weight=true", "preserved_weight=1"]).editor.preserving

@@ -21,7 +21,7 @@ from malmen.lm.own_text import evaluation_texts, find_forms, own_texts, training
 
 
 def _config(folder: Path, **own: object) -> Config:
-    return Config.model_validate({"own_text": {"texts": 40, "tokens": 12, "cache_dir": str(folder), **own}})
+    return Config.model_validate({"own_text": {"texts": 40, "max_tokens": 12, "folder": str(folder), **own}})
 
 
 def test_greedy_texts_are_what_the_model_answers_and_end_with_its_end_mark(lm: LanguageModel, tmp_path: Path) -> None:
@@ -105,5 +105,5 @@ def test_a_classifier_writes_nothing(tmp_path: Path) -> None:
 def test_a_cache_that_cannot_be_written_is_a_clear_error(lm: LanguageModel, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.touch()
-    with pytest.raises(EditError, match=r"cannot write to .*own_text\.cache_dir"):
+    with pytest.raises(EditError, match=r"cannot write to .*own_text\.folder"):
         own_texts(lm, _config(blocked), world_records("train")[:5])

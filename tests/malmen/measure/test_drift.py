@@ -15,7 +15,7 @@ from malmen.lm.overlay import edited
 from malmen.lm.own_text import evaluation_texts
 from malmen.measure.drift import SURE, drift_of_edit, drift_of_rounding
 
-CONFIG = Config.model_validate({"own_text": {"tokens": 12}})
+CONFIG = Config.model_validate({"own_text": {"max_tokens": 12}})
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,17 @@ def test_no_stretch_of_3_seconds_is_silent_whatever_the_work_waits_for(capsys: p
     ]
 
 
+def test_a_run_of_a_day_does_not_fill_its_log(capsys: pytest.CaptureFixture[str]) -> None:
+    waited: list[float] = []
+
+    def ended_within(seconds: float) -> bool:
+        waited.append(seconds)
+        return sum(waited) > 24 * 3600
+
+    repeat(lambda: "working", ended_within)
+    assert max(waited) == 30 and len(capsys.readouterr().err.splitlines()) < 3500
+
+
 def test_lines_come_while_the_work_blocks_and_none_after_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
