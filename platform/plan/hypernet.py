@@ -92,7 +92,8 @@ def rehearse_hypernet(
     with meter.stage(costs, "solve"):
         editor.observe(traces)
         solved = editor.solve(traces, training=True)
-        solved.residuals()
+    with meter:
+        solved.residuals()  # of evaluations, for their memory: a step computes none
     solve_peak, meter.peak = meter.peak, meter.held
     with meter:
         received = torch.promote_types(dtype, torch.float32)
