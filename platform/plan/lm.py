@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from malmen.config import Config
+from malmen.config import Config, ModelConfig
 from malmen.data.tokens import EncodedFact, TokenBatch, make_batches
 from malmen.lm.hooks import replaced_forward
 from malmen.lm.layers import LayerSpec, find_layers
@@ -49,6 +49,13 @@ class PlannedLM:
         """Under ZeRO-3, whole weights at one time: DeepSpeed's limit, or the largest single one if that is more."""
         largest = max(parameter.numel() for parameter in self.lm.model.parameters())
         return min(self.num_parameters, max(_LIVE, largest)) * self.lm.dtype.itemsize
+
+    def loading_bytes(self, model: ModelConfig) -> int:
+        """What is in the host's memory at once while weights go to a card: one after the other, except those of GGUF,
+        which transformers unpacks into float32 first."""
+        if model.name.endswith(".gguf"):
+            return 4 * self.num_parameters
+        return 2 * max(parameter.nbytes for parameter in self.lm.model.parameters())  # as read, and in its new type
 
     @property
     def edited_bytes(self) -> int:

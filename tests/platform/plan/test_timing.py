@@ -85,4 +85,3 @@ def test_solve_and_hypernet_are_the_network_and_the_normal_equation(edits: int, 
     assert flops["solve"] == pytest.approx(forward + layers * (gram + cross + cholesky + solve), rel=TOLERANCE)
     again = 0 if kept else forward
     assert flops["hypernet"] == pytest.approx(again + backward + layers * pullback, rel=TOLERANCE)
-
