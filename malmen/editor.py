@@ -23,6 +23,7 @@ from malmen.data.records import Fact
 from malmen.errors import EditError, wrong_base_model
 from malmen.hypernet import HypernetRows, HyperNetwork, Statistics, run_in_batches
 from malmen.least_squares import ROWS_AT_ONCE, NormalEquation, Pullback, token_residuals
+from malmen.lm.devices import slices_products
 from malmen.lm.layers import LayerSpec
 from malmen.lm.trace import Traces, trace
 from malmen.shards import Shards, SolvedShard
@@ -167,7 +168,8 @@ class Editor(nn.Module):
         for name, diffs in solved.value_diffs.items():
             try:
                 keys, preserved = traces[name].keys, self._preserved(name)
-                solved.solutions[name] = self.shards.solve(name, keys, diffs, damping[name], preserved)
+                sliced = slices_products(self.config.editor.products, diffs)
+                solved.solutions[name] = self.shards.solve(name, keys, diffs, damping[name], preserved, sliced=sliced)
             except EditError as error:
                 raise EditError(f"layer {name}: {error}") from error
             solved.shifts[name] = solved.solutions[name].shift

@@ -64,10 +64,10 @@ class Shards:
         return mine.items()
 
     def solve(
-        self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float, preserved: Tensor | None
+        self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float, preserved: Tensor | None, *, sliced: bool
     ) -> SolvedShard:
         """S* for all tokens of the layer, given this editor's; all editors know the keys to preserve."""
-        return solve_least_squares(keys, value_diffs, damping, preserved)
+        return solve_least_squares(keys, value_diffs, damping, preserved, sliced=sliced)
 
     def sum_shift(self, layer: str, shift: Tensor) -> Tensor:
         """The sum of all editors' shifts of the layer (MEND's way of merging)."""
@@ -127,18 +127,18 @@ class ProcessGroupShards(Shards):
                 yield layer, Statistics(count[0], mean, squares)
 
     def solve(
-        self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float, preserved: Tensor | None
+        self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float, preserved: Tensor | None, *, sliced: bool
     ) -> SolvedShard:
         """By rows where there are few, else by the sums of the normal equation."""
         if len(self.members[layer]) == 1:
-            return solve_least_squares(keys, value_diffs, damping, preserved)
+            return solve_least_squares(keys, value_diffs, damping, preserved, sliced=sliced)
         counts = self.count_tokens(layer, len(keys))
         if is_dual(sum(counts), keys.shape[1], preserved is not None):  # then (tokens, key) is less to send
             all_keys, all_diffs = (self.gather_rows(layer, rows, counts) for rows in (keys, value_diffs))
             first = sum(counts[: self.members[layer].index(self.world_rank)])
-            solution = DualSolution.of(all_keys, all_diffs, damping)
+            solution = DualSolution.of(all_keys, all_diffs, damping, sliced=sliced)
             return PartOfDual(solution, all_keys, slice(first, first + len(keys)))
-        equation = NormalEquation.of(keys, value_diffs)
+        equation = NormalEquation.of(keys, value_diffs, sliced=sliced)
         self.sum_tensor(layer, equation.gram)
         self.sum_tensor(layer, equation.cross)
         return equation.solve(damping, preserved)

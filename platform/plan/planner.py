@@ -120,6 +120,10 @@ class Planner:
         if config.cluster.overlap is None:  # as cluster.size_roles decides
             cluster = config.cluster.model_copy(update={"overlap": devices.lm.kind != "cpu" or not devices.here})
             config = config.model_copy(update={"cluster": cluster})
+        if config.editor.products == "auto":  # as devices.slices_products decides
+            card = devices.hypernet.card
+            sliced = "sliced" if card is not None and card.slow_float64 else "float64"
+            config = config.model_copy(update={"editor": config.editor.model_copy(update={"products": sliced})})
         # A rate given for the LM's device does not hold for another.
         same = options.gflops if devices.hypernet.card == devices.lm.card else None
         rates = [

@@ -32,7 +32,13 @@ def test_a_card_is_known_by_the_name_that_torch_gives_it(name: str, card: str) -
 
 @pytest.mark.parametrize(
     "name",
-    ["NVIDIA GeForce RTX 3090 Ti", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA GeForce RTX 4090 Laptop GPU", "A100", ""],
+    [
+        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "A100",
+        "",
+    ],
 )
 def test_what_is_not_in_the_table_is_not_taken_for_a_neighbour(name: str) -> None:
     assert find_card(name) is None

@@ -85,3 +85,21 @@ def test_solve_and_hypernet_are_the_network_and_the_normal_equation(edits: int, 
     assert flops["solve"] == pytest.approx(forward + layers * (gram + cross + cholesky + solve), rel=TOLERANCE)
     again = 0 if kept else forward
     assert flops["hypernet"] == pytest.approx(again + backward + layers * pullback, rel=TOLERANCE)
+
+
+def test_a_card_that_is_slow_in_float64_has_its_sums_sliced_into_float32() -> None:
+    """6 products of a gram's 16 pairs of slices are mirrored; the cross term needs all 16."""
+    config = _config(300, 1, "cluster.lm_gpus=1", "cluster.hypernet_gpus=1")
+    plans = {
+        (card, products): Planner(
+            PlanOptions(fact_tokens=LENGTH + 1, answer_tokens=ANSWERS, lm_card="A100-80", hypernet_card=card)
+        ).plan(config.model_copy(update={"editor": config.editor.model_copy(update={"products": products})}))
+        for card, products in (("A10G", "auto"), ("A10G", "sliced"), ("A10G", "float64"), ("A100-80", "auto"))
+    }
+    solve = {key: next(stage for stage in plan.stages if stage.name == "solve") for key, plan in plans.items()}
+    tokens = 300 * ANSWERS
+    more = (10 - 1) * 2 * tokens * KEY**2 + (16 - 1) * 2 * tokens * VALUE * KEY
+    assert solve["A10G", "auto"] == solve["A10G", "sliced"]
+    assert solve["A10G", "auto"].flops == solve["A10G", "float64"].flops + more
+    assert solve["A10G", "auto"].seconds < solve["A10G", "float64"].seconds
+    assert solve["A100-80", "auto"].flops == solve["A10G", "float64"].flops
