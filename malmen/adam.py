@@ -12,7 +12,7 @@ from malmen.config import TrainingConfig
 
 
 def make_adam(theta: nn.Module, training: TrainingConfig) -> torch.optim.Adam:
-    """The scalars (η or log η, and log λ) may have a learning rate of their own."""
+    """The scalars (η or log η, log λ and log w) may have a learning rate of their own."""
     scalars = [value for name, value in theta.named_parameters() if _is_scalar(name)]
     rest = [value for name, value in theta.named_parameters() if not _is_scalar(name)]
     groups = [
@@ -23,7 +23,7 @@ def make_adam(theta: nn.Module, training: TrainingConfig) -> torch.optim.Adam:
 
 
 def _is_scalar(name: str) -> bool:
-    return name.rsplit(".", 1)[-1] in ("edit_lr", "log_edit_lr", "log_damping")
+    return name.rsplit(".", 1)[-1] in ("edit_lr", "log_edit_lr", "log_damping", "log_preserved_weight")
 
 
 def schedule(training: TrainingConfig, steps_done: int) -> float:

@@ -33,7 +33,8 @@ if TYPE_CHECKING:  # a process that only holds an editor does not wait for trans
 
 
 class LayerTargets(NamedTuple):
-    """Rows are tokens. Under `aggregation: sum` they are pseudo keys and scaled gradients: S = Σ diffᵀ key."""
+    """Rows are tokens, each times the root of its weight. Under `aggregation: sum` they are pseudo keys and scaled
+    gradients: S = Σ diffᵀ key."""
 
     keys: Tensor  # u (tokens, key)
     value_diffs: Tensor  # d (tokens, value)
@@ -47,6 +48,7 @@ class Solved:
     shifts: dict[str, Tensor]  # S* in float64
     solutions: dict[str, SolvedShard] = field(default_factory=dict)
     value_diffs: dict[str, Tensor] = field(default_factory=dict)
+    weight_roots: dict[str, Tensor] = field(default_factory=dict)  # (tokens,), where tokens have weights
     kept: dict[str, list[HypernetRows]] = field(default_factory=dict)  # by network, with the graph
 
     def mean_residual(self) -> float | None:
@@ -90,6 +92,8 @@ class Editor(nn.Module):
                     edit_lr=settings.edit_lr,
                     damping=settings.damping,
                     preserving=settings.preserving,
+                    preserved_weight=settings.preserved_weight if settings.learn_preserved_weight else None,
+                    weighing=settings.weighing,
                     parametrisation=settings.parametrisation,
                 )
                 for shape, members in self.groups.items()
@@ -163,13 +167,13 @@ class Editor(nn.Module):
             solved.shifts = self._sum_shifts(traces, kept)
             _check_finite(solved.shifts)
             return solved
-        solved.value_diffs = self._value_diffs(traces, kept)
+        solved.value_diffs, solved.weight_roots = self._value_diffs(traces, kept)
         damping = self.damping()
-        for name, diffs in solved.value_diffs.items():
+        for name in solved.value_diffs:
             try:
-                keys, preserved = traces[name].keys, self._preserved(name)
-                sliced = slices_products(self.config.editor.products, diffs)
-                solved.solutions[name] = self.shards.solve(name, keys, diffs, damping[name], preserved, sliced=sliced)
+                rows, preserved = self._weighed(solved, name), self._preserved(name)
+                sliced = slices_products(self.config.editor.products, rows.value_diffs)
+                solved.solutions[name] = self.shards.solve(name, *rows, damping[name], preserved, sliced=sliced)
             except EditError as error:
                 raise EditError(f"layer {name}: {error}") from error
             solved.shifts[name] = solved.solutions[name].shift
@@ -188,8 +192,9 @@ class Editor(nn.Module):
                 )
                 for name in traces
             }
-        diffs = self._value_diffs(traces, None)
-        return {name: LayerTargets(traces[name].keys, diffs[name]) for name in diffs}
+        solved = Solved(traces, {})
+        solved.value_diffs, solved.weight_roots = self._value_diffs(traces, None)
+        return {name: self._weighed(solved, name) for name in solved.value_diffs}
 
     def solve_equations(self, equations: Mapping[str, NormalEquation]) -> dict[str, Tensor]:
         """Shifts from summed equations; a sum of shifts (MEND) is their cross term itself."""
@@ -205,13 +210,13 @@ class Editor(nn.Module):
         pullbacks: dict[str, Pullback] = {}
         damping = self.damping()
         for name, solution in solved.solutions.items():
-            pullbacks[name] = solution.pull_back(shift_grads[name], solved.traces[name].keys)
-            if self.config.editor.regularisation and self.shards.leads(name):
-                self._add_log_damping_grad(name, pullbacks[name].damping_grad * damping[name])
+            pullbacks[name] = solution.pull_back(shift_grads[name], self._weighed(solved, name).keys)
+            if self.shards.leads(name):
+                self._scalars_backward(name, solution.shift, pullbacks[name], damping[name])
         for shape in self.groups:
             batches = [solved.kept[shape]] if shape in solved.kept else self._run(shape, solved.traces, grad=True)
             for batch in batches:
-                self._proxy_loss(batch, solved.traces, pullbacks, shift_grads).backward()  # type: ignore[no-untyped-call]
+                self._proxy_loss(batch, solved, pullbacks, shift_grads).backward()  # type: ignore[no-untyped-call]
         solved.kept.clear()
 
     def step(self) -> None:
@@ -267,12 +272,26 @@ class Editor(nn.Module):
                     kept[shape] = batch
                 yield from batch
 
-    def _value_diffs(self, traces: Traces, kept: dict[str, list[HypernetRows]] | None) -> dict[str, Tensor]:
+    def _value_diffs(
+        self, traces: Traces, kept: dict[str, list[HypernetRows]] | None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """d of each token by layer, and the root of its weight where tokens have weights."""
         dtype = self._net(next(iter(self.groups))).log_damping.dtype
         diffs = {name: torch.empty_like(value_grads, dtype=dtype) for name, (_, value_grads) in traces.items()}
+        roots = {name: part.new_empty(len(part)) for name, part in diffs.items()} if self.config.editor.weighing else {}
         for part in self._solve_rows(traces, kept):
             diffs[part.layer][part.rows] = part.value_diffs().detach()
-        return diffs
+            if part.weight_roots is not None:
+                roots[part.layer][part.rows] = part.weight_roots.detach()
+        return diffs, roots
+
+    def _weighed(self, solved: Solved, name: str) -> LayerTargets:
+        """A layer's rows as the least squares take them: Σ w‖Su − d‖² is the plain sum over √w u and √w d."""
+        keys, diffs = solved.traces[name].keys, solved.value_diffs[name]
+        if name not in solved.weight_roots:
+            return LayerTargets(keys, diffs)
+        roots = solved.weight_roots[name][:, None]
+        return LayerTargets(keys.to(roots) * roots, diffs * roots)
 
     def _sum_shifts(self, traces: Traces, kept: dict[str, list[HypernetRows]] | None) -> dict[str, Tensor]:
         """MEND: S* = Σ_j S_j = Σ_j −η ∇̃_v L ũᵀ (appendix A.2)."""
@@ -290,7 +309,7 @@ class Editor(nn.Module):
     def _proxy_loss(
         self,
         batch: list[HypernetRows],
-        traces: Traces,
+        solved: Solved,
         pullbacks: Mapping[str, Pullback],
         shift_grads: Mapping[str, Tensor],
     ) -> Tensor:
@@ -300,16 +319,35 @@ class Editor(nn.Module):
             if self.config.editor.aggregation == "sum":  # Σ_j ⟨∇_S L, S_j⟩
                 effect = part.pseudo_keys @ shift_grads[part.layer].to(part.pseudo_keys).T
                 losses.append((effect * part.scaled_grads).sum())
-            else:  # Σ_j ⟨∇_{d_j} L, d_j⟩
-                diffs_grad = pullbacks[part.layer].rows(traces[part.layer].keys, part.rows)
+            elif part.weight_roots is None:  # Σ_j ⟨∇_{d_j} L, d_j⟩
+                diffs_grad = pullbacks[part.layer].rows(solved.traces[part.layer].keys, part.rows)
                 losses.append((diffs_grad.to(part.keys) * part.value_diffs()).sum())
+            else:
+                losses.append(self._weighed_proxy_loss(part, solved, pullbacks[part.layer]))
         return torch.stack(losses).sum()
 
-    def _add_log_damping_grad(self, name: str, grad: Tensor) -> None:
+    def _weighed_proxy_loss(self, part: HypernetRows, solved: Solved, pullback: Pullback) -> Tensor:
+        """With s = √w:  ∇_{d_j} L = s_j M(s_j u_j),  dL/ds_j = 2 ⟨M(s_j u_j), d_j − S*u_j⟩.
+
+        The second follows from S* = D'U'ᵀ(U'U'ᵀ + λI + wC)⁻¹ of the rows u' = s u, d' = s d.
+        """
+        assert part.weight_roots is not None
+        pulled = pullback.rows(self._weighed(solved, part.layer).keys, part.rows).to(part.keys)  # M(s u)
+        with torch.no_grad():
+            missed = part.value_diffs() - part.keys @ solved.shifts[part.layer].to(part.keys).T
+            diffs_grad = pulled * part.weight_roots[:, None]
+            roots_grad = 2 * (pulled * missed).sum(-1)
+        return (diffs_grad * part.value_diffs()).sum() + (roots_grad * part.weight_roots).sum()
+
+    def _scalars_backward(self, name: str, shift: Tensor, pullback: Pullback, damping: float) -> None:
+        """Add the gradients of log λ (Theorem 2) and, where w is learned, of log w: dL/dw = −tr(M C S*ᵀ)."""
         net, index = self._find(name)
-        if net.log_damping.grad is None:
-            net.log_damping.grad = torch.zeros_like(net.log_damping)
-        net.log_damping.grad[index] += grad.to(net.log_damping)
+        if self.config.editor.regularisation:
+            _add_grad(net.log_damping, index, pullback.damping_grad * damping)
+        if net.log_preserved_weight is not None:
+            preserved = self._preserved(name)
+            assert pullback.pullback is not None and preserved is not None
+            _add_grad(net.log_preserved_weight, index, -(pullback.pullback * (shift @ preserved)).sum())
 
     def _preserved(self, name: str) -> Tensor | None:
         """wC of a layer (key, key), if keys are preserved."""
@@ -321,7 +359,9 @@ class Editor(nn.Module):
                 f"editor.preserved_weight is {self.config.editor.preserved_weight:g}, but this editor has no "
                 "keys to preserve: create it with malmen.training.make_editor, or call its `preserve`"
             )
-        return self.config.editor.preserved_weight * net.moments[index].double()
+        fixed = net.log_preserved_weight is None
+        weight = self.config.editor.preserved_weight if fixed else float(net.preserved_weight().detach()[index])
+        return weight * net.moments[index].double()
 
     def _find(self, name: str) -> tuple[HyperNetwork, int]:
         for shape, members in self.groups.items():
@@ -344,6 +384,12 @@ def seeded_editor(layers: Sequence[LayerSpec], config: Config) -> Editor:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         return Editor(layers, config)
+
+
+def _add_grad(scalars: nn.Parameter, index: int, grad: Tensor) -> None:
+    if scalars.grad is None:
+        scalars.grad = torch.zeros_like(scalars)
+    scalars.grad[index] += grad.to(scalars)
 
 
 def _check_finite(shifts: Mapping[str, Tensor]) -> None:

@@ -114,6 +114,8 @@ class HyperNetwork(nn.Module):
         edit_lr: float,
         damping: float,
         preserving: bool = False,
+        preserved_weight: float | None = None,
+        weighing: bool = False,
         parametrisation: Parametrisation = "paper",
     ) -> None:
         super().__init__()
@@ -127,6 +129,12 @@ class HyperNetwork(nn.Module):
         else:
             self.log_edit_lr = nn.Parameter(torch.full((num_layers,), math.log(edit_lr)))
         self.log_damping = nn.Parameter(torch.full((num_layers,), math.log(damping)))
+        self.log_preserved_weight: nn.Parameter | None = None
+        if preserved_weight is not None:  # it is learned
+            self.log_preserved_weight = nn.Parameter(torch.full((num_layers,), math.log(preserved_weight)))
+        self.token_weight: nn.Parameter | None = None
+        if weighing:  # 0: every token weighs 1
+            self.token_weight = nn.Parameter(torch.zeros(num_layers, num_features + 1))
         # E[u uᵀ] of the keys to preserve, as `Editor.preserve` is given it. Rounded to θ's type: that is another such
         # matrix, within 1e-7 of it, and where there is a λ it keeps the equation definite.
         moments = torch.full((num_layers, key_size, key_size), torch.nan) if preserving else None
@@ -145,13 +153,26 @@ class HyperNetwork(nn.Module):
         """Keys and value gradients as the network's input (tokens, key + value)."""
         return torch.cat((keys, value_grads), dim=-1).to(self.log_damping.dtype)
 
-    def forward(self, layers: Tensor, keys: Tensor, value_grads: Tensor) -> tuple[Tensor, Tensor]:
-        """ũ (tokens, key) and −η ∇̃_v L (tokens, value); `layers` (tokens,) says whose token each row is."""
+    def preserved_weight(self) -> Tensor:
+        """w of each layer in float64 (layers,), where it is learned."""
+        assert self.log_preserved_weight is not None
+        return self.log_preserved_weight.double().exp()
+
+    def forward(self, layers: Tensor, keys: Tensor, value_grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """ũ (tokens, key), −η ∇̃_v L (tokens, value) and, if tokens have weights, their square roots (tokens,);
+        `layers` (tokens,) says whose token each row is."""
         rows = self.norm(layers, self.features(keys, value_grads))
         for block in self.blocks:
             rows = block(layers, rows)
         pseudo_keys, pseudo_grads = rows.split((self.key_size, self.value_size), dim=-1)
-        return pseudo_keys, -self.eta()[layers, None] * pseudo_grads
+        return pseudo_keys, -self.eta()[layers, None] * pseudo_grads, self._weight_roots(layers, rows)
+
+    def _weight_roots(self, layers: Tensor, rows: Tensor) -> Tensor | None:
+        if self.token_weight is None:
+            return None
+        factors, bias = self.token_weight[layers].split((rows.shape[1], 1), dim=-1)
+        logits = (rows * factors).sum(-1) + bias[:, 0]
+        return nn.functional.softplus(logits) / math.log(2)  # positive, 1 at the start, and as near 0 as is wanted
 
 
 @dataclass
@@ -163,6 +184,7 @@ class HypernetRows:
     pseudo_keys: Tensor  # ũ (rows, key)
     scaled_grads: Tensor  # −η ∇̃_v L (rows, value)
     keys: Tensor  # u (rows, key)
+    weight_roots: Tensor | None  # √w (rows,) of the rows' weights w in the least squares; None: all are 1
 
     def value_diffs(self) -> Tensor:
         """d_j = S_j u_j = −η (ũ_jᵀu_j) ∇̃_v L (rows, value); S_j itself is never formed."""
@@ -181,8 +203,11 @@ def run_in_batches(
         value_grads = torch.cat([part.value_grads for part in parts])
         members = torch.cat([torch.full((size,), index) for (index, _), size in zip(batch, sizes, strict=True)])
         with torch.set_grad_enabled(grad):
-            pseudo_keys, scaled_grads = net(members.to(keys.device), keys, value_grads)
-        outputs = zip(batch, pseudo_keys.split(sizes), scaled_grads.split(sizes), keys.split(sizes), strict=True)
+            pseudo_keys, scaled_grads, roots = net(members.to(keys.device), keys, value_grads)
+        root_parts = [None] * len(sizes) if roots is None else roots.split(sizes)
+        outputs = zip(
+            batch, pseudo_keys.split(sizes), scaled_grads.split(sizes), keys.split(sizes), root_parts, strict=True
+        )
         yield [HypernetRows(layers[index], rows, *tensors) for (index, rows), *tensors in outputs]
 
 

@@ -68,11 +68,24 @@ class EditorConfig(Section):
         "to a sum); 0: as in the paper",
     )
     preserved_facts: int = Field(default=2048, gt=0, description="number of these facts, at most")
+    learn_preserved_weight: bool = Field(
+        default=False, description="whether w is learned per layer, as log w; `preserved_weight` is where it starts"
+    )
+    token_weights: Literal["equal", "learned"] = Field(
+        default="equal",
+        description="`learned`: the hyper-network says how much each token's value difference counts in the least "
+        "squares",
+    )
 
     @property
     def preserving(self) -> bool:
         """Whether keys are preserved. A sum of shifts solves no equation that a term could be added to."""
         return self.preserved_weight > 0 and self.aggregation == "least_squares"
+
+    @property
+    def weighing(self) -> bool:
+        """Whether tokens have weights. A sum of shifts has no equation to weigh them in."""
+        return self.token_weights == "learned" and self.aggregation == "least_squares"
 
 
 class TrainingConfig(Section):
@@ -84,7 +97,9 @@ class TrainingConfig(Section):
     )
     steps: int = Field(default=1000, gt=0, description="meta-training steps")
     meta_lr: float = Field(default=1e-5, gt=0, description="Adam's learning rate for the hyper-network")
-    scalar_lr: float | None = Field(default=None, gt=0, description="the same for log η and log λ; default: meta_lr")
+    scalar_lr: float | None = Field(
+        default=None, gt=0, description="the same for log η, log λ and log w; default: meta_lr"
+    )
     schedule: Literal["constant", "cosine"] = Field(
         default="constant", description="how both learning rates change over the steps"
     )

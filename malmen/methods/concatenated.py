@@ -43,8 +43,15 @@ def concatenated_backward(lm: LanguageModel, editor: Editor, batch: MetaBatch) -
         (parts,) = run_in_batches(net, [layer.name for layer in members], traces, sys.maxsize, grad=True)
         for index, part in enumerate(parts):
             damping: Any = net.damping()[index]  # a tensor, for its gradient
-            preserved = None if net.moments is None else settings.preserved_weight * net.moments[index].double()
-            solution = solve_least_squares(traces[part.layer].keys, part.value_diffs(), damping, preserved)
+            weight: Any = settings.preserved_weight
+            if net.log_preserved_weight is not None:
+                weight = net.preserved_weight()[index]
+            preserved = None if net.moments is None else weight * net.moments[index].double()
+            keys, diffs = traces[part.layer].keys, part.value_diffs()
+            if part.weight_roots is not None:
+                roots = part.weight_roots[:, None]
+                keys, diffs = keys.to(roots) * roots, diffs * roots
+            solution = solve_least_squares(keys, diffs, damping, preserved)
             shifts[part.layer] = solution.shift.to(lm.dtype)
     with torch.no_grad():
         reference = lm.log_probs(unrelated)

@@ -25,7 +25,7 @@ def plain_traces(setup: Setup, facts: list[EncodedFact]) -> Traces:
 
 @pytest.mark.parametrize(
     "editor",
-    [{}, {"aggregation": "sum"}, {"preserved_weight": 2.0}],
+    [{}, {"aggregation": "sum"}, {"preserved_weight": 2.0}, {"token_weights": "learned"}],
     ids=lambda editor: next(iter(editor), "paper"),
 )
 def test_any_walk_of_additions_and_removals_ends_in_the_shift_from_scratch(kind: str, editor: dict[str, Any]) -> None:

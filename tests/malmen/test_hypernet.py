@@ -71,7 +71,7 @@ def test_the_network_is_the_identity_of_the_normalised_input_at_the_start() -> N
     net = HyperNetwork(1, 4, 2, rank=3, num_blocks=2, edit_lr=0.01, damping=1.0).double()
     net.norm.merge(0, Statistics.of(rows))
     layers = torch.zeros(len(rows), dtype=torch.long)
-    pseudo_keys, scaled_grads = net(layers, rows[:, :4], rows[:, 4:])
+    pseudo_keys, scaled_grads, _ = net(layers, rows[:, :4], rows[:, 4:])
     normal = (rows - rows.mean(0)) / rows.std(0, correction=0)
     assert_close(pseudo_keys, normal[:, :4])
     assert_close(scaled_grads, -0.01 * normal[:, 4:], rtol=1e-6, atol=1e-9)
@@ -82,7 +82,7 @@ def test_every_parameter_that_can_learn_at_the_start_has_a_gradient(how: Any) ->
     rows = _rows()
     net = HyperNetwork(1, 4, 2, rank=3, num_blocks=2, edit_lr=0.01, damping=1.0, parametrisation=how).double()
     net.norm.merge(0, Statistics.of(rows))
-    pseudo_keys, scaled_grads = net(torch.zeros(len(rows), dtype=torch.long), rows[:, :4], rows[:, 4:])
+    pseudo_keys, scaled_grads, _ = net(torch.zeros(len(rows), dtype=torch.long), rows[:, :4], rows[:, 4:])
     (pseudo_keys.sum() + (scaled_grads * torch.randn_like(scaled_grads)).sum()).backward()
     silent = {name for name, value in net.named_parameters() if value.grad is None or not value.grad.any()}
     # `down` waits for `up` to leave zero; `scale` multiplies zero; damping acts in the normal equation.
@@ -98,10 +98,10 @@ def test_one_step_of_the_papers_learning_rate_moves_eta_and_the_network_as_far_a
         net.norm.merge(0, Statistics.of(rows))
         layers = torch.zeros(len(rows), dtype=torch.long)
         adam = torch.optim.Adam(net.parameters(), lr=1e-5)
-        before, _ = net(layers, rows[:, :64], rows[:, 64:])
+        before, _, _ = net(layers, rows[:, :64], rows[:, 64:])
         (net(layers, rows[:, :64], rows[:, 64:])[1].mul(rows[:, 64:]).sum() - before[:4].sum()).backward()
         adam.step()
-        after, _ = net(layers, rows[:, :64], rows[:, 64:])
+        after, _, _ = net(layers, rows[:, :64], rows[:, 64:])
         assert abs(float(net.eta().detach() / 1e-6) - 1) == pytest.approx(change_of_eta, rel=0.05)
         moved = float((after - before)[:4].detach().norm() / before[:4].detach().norm())
         assert moved > 0.03 if how == "paper" else moved < 0.01, moved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -34,22 +35,22 @@ def _traces(lm: LanguageModel, layers: list[LayerSpec], config: Config, step: in
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "tokens", "weight", "parametrisation", "meta_lr"),
+    "editor",
     [
-        ("least_squares", "answer", 0.0, "relative", 1e-2),
-        ("least_squares", "all", 0.0, "relative", 1e-2),
-        ("sum", "all", 0.0, "relative", 1e-2),
-        ("least_squares", "answer", 2.0, "relative", 1e-2),
-        ("least_squares", "answer", 0.0, "paper", 1e-5),
+        {"tokens": "answer"},
+        {"tokens": "all"},
+        {"tokens": "all", "aggregation": "sum"},
+        {"tokens": "answer", "preserved_weight": 2.0},
+        {"tokens": "answer", "preserved_weight": 2.0, "learn_preserved_weight": True, "token_weights": "learned"},
+        {"tokens": "answer", "token_weights": "learned"},
+        {"tokens": "answer", "parametrisation": "paper"},
     ],
-    ids=["dual", "primal", "sum", "preserved", "papers"],
+    ids=["dual", "primal", "sum", "preserved", "learned", "weighed", "papers"],
 )
-def test_three_actors_that_share_two_layers_equal_one_editor(
-    aggregation: str, tokens: str, weight: float, parametrisation: str, meta_lr: float, tmp_path: Path
-) -> None:
-    editor = {
-        "aggregation": aggregation, "tokens": tokens, "preserved_weight": weight, "parametrisation": parametrisation,
-    }  # fmt: skip
+def test_three_actors_that_share_two_layers_equal_one_editor(editor: dict[str, Any], tmp_path: Path) -> None:
+    papers = "parametrisation" in editor
+    editor, meta_lr = {"parametrisation": "relative", **editor}, 1e-5 if papers else 1e-2
+    tokens, aggregation = editor["tokens"], editor.get("aggregation", "least_squares")
     changes = {"cluster": {"hypernet_actors": 3}, "editor": editor, "training": {"meta_lr": meta_lr}}
     config = make_platform_config("gpt2", tmp_path, **changes)
     lm = load_lm(config.model)
@@ -58,7 +59,7 @@ def test_three_actors_that_share_two_layers_equal_one_editor(
     group = HypernetGroup.start(config, layers, str(tmp_path), resources={"num_cpus": 0.1}, threads=1)
     try:
         assert group.heal(lambda: None) == 0
-        if weight:
+        if "preserved_weight" in editor:
             (net,) = expected.nets.values()
             group.put_moments({layer.name: net.moments[index] for index, layer in enumerate(layers)})
             ray.kill(group.actors[1], no_restart=False)  # what comes in its place hears of them from a peer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tiny_models import make_setup, random_facts
 from torch.testing import assert_close
@@ -13,9 +15,17 @@ from malmen.methods.concatenated import concatenated_backward
 
 
 @pytest.mark.parametrize("edits", [2, 9])  # fewer and more tokens than a key has numbers
-@pytest.mark.parametrize("weight", [0.0, 2.0])
-def test_autograd_through_everything_is_the_decomposed_gradient(edits: int, weight: float) -> None:
-    one, two = (make_setup("gpt2", layers="all", budget=64, preserved_weight=weight) for _ in range(2))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"preserved_weight": 2.0},
+        {"preserved_weight": 2.0, "learn_preserved_weight": True, "token_weights": "learned"},
+    ],
+    ids=["plain", "preserved", "learned"],
+)
+def test_autograd_through_everything_is_the_decomposed_gradient(edits: int, settings: dict[str, Any]) -> None:
+    one, two = (make_setup("gpt2", layers="all", budget=64, **settings) for _ in range(2))
     facts = random_facts(one.lm, 3 * edits)
     batch = MetaBatch(facts[:edits], facts[edits : 2 * edits], facts[2 * edits :])
     concatenated_backward(one.lm, one.editor, batch)

@@ -24,7 +24,7 @@ def test_the_shift_is_the_sum_of_each_tokens_own() -> None:
         net, index = editor._find(layer.name)
         total = torch.zeros_like(found[layer.name])
         for key, grad in zip(*traces[layer.name], strict=True):
-            pseudo_key, scaled_grad = net(torch.tensor([index]), key[None], grad[None])
+            pseudo_key, scaled_grad, _ = net(torch.tensor([index]), key[None], grad[None])
             total += torch.outer(scaled_grad[0], pseudo_key[0])
         assert_close(found[layer.name], total.detach(), rtol=1e-9, atol=1e-12)
 
@@ -51,7 +51,9 @@ def test_the_residual_of_a_sum_is_what_each_token_misses_of_its_own_shift() -> N
     for layer in editor.layers:
         net, index = editor._find(layer.name)
         for key, grad in zip(*traces[layer.name], strict=True):
-            pseudo_key, scaled_grad = (part[0].detach() for part in net(torch.tensor([index]), key[None], grad[None]))
+            pseudo_key, scaled_grad = (
+                part[0].detach() for part in net(torch.tensor([index]), key[None], grad[None])[:2]
+            )
             wanted = torch.outer(scaled_grad, pseudo_key) @ key
             residuals.append(float((shifts[layer.name] @ key - wanted).norm() / wanted.norm()))
     assert sum_residual(editor, traces) == pytest.approx(sum(residuals) / len(residuals), rel=1e-9)
