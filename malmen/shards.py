@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from fractions import Fraction
 from itertools import pairwise
 from math import floor
@@ -107,11 +108,14 @@ SolvedShard = Solution | PartOfDual  # a solution, seen from the tokens of one e
 class ProcessGroupShards(Shards):
     """Editors in processes of their own, one for each rank of torch's default process group."""
 
-    def __init__(self, layer_features: Mapping[str, int]) -> None:
+    def __init__(self, layer_features: Mapping[str, int], seconds: float) -> None:
+        """`seconds`: how long an editor waits for the others in a layer's sum; torch's own bound is half an hour."""
         self.features = dict(layer_features)  # key + value size by layer
         self.world_rank = dist.get_rank()
         self.members = find_members(divide(list(self.features), dist.get_world_size()))
-        self.groups = {layer: dist.new_group(ranks) for layer, ranks in self.members.items() if len(ranks) > 1}
+        shared = {layer: ranks for layer, ranks in self.members.items() if len(ranks) > 1}
+        bound = timedelta(seconds=seconds)
+        self.groups = {layer: dist.new_group(ranks, timeout=bound) for layer, ranks in shared.items()}
 
     def gather_statistics(self, mine: Mapping[str, Statistics]) -> Iterable[tuple[str, Statistics]]:
         """By layer, then by rank."""

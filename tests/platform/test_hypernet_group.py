@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from malmen.lm.model import LanguageModel, fact_encoder, load_lm
 from malmen.lm.trace import Traces
 from malmen.lm_side import LMSide
 from malmen.platform.hypernet_actor import HypernetActor
-from malmen.platform.hypernet_group import HypernetGroup
+from malmen.platform.hypernet_group import HypernetGroup, HypernetLost
 from malmen.platform.wire import to_tensor
 from malmen.runs.storage import RunStore
 from malmen.training import make_editor
@@ -94,6 +95,34 @@ def test_three_actors_that_share_two_layers_equal_one_editor(editor: dict[str, A
     # Where a gradient cancels to near zero (a bias under summed shifts), Adam blows its rounding up to a share of its
     # step of 1e-2: 2e-11 was seen, so 1e-10 is allowed there.
     assert_close(found, dict(expected.state_dict()), rtol=1e-9, atol=1e-10)
+
+
+def test_an_actor_that_never_joins_a_collective_is_healed_within_the_bound(tmp_path: Path) -> None:
+    """The layer is shared: actor 0 solves and waits for the sums of actor 1, which is not asked to."""
+    config = make_platform_config(
+        "gpt2", tmp_path, cluster={"hypernet_actors": 2, "stall_seconds": 12}, editor={"layers": "last:1"}
+    )
+    lm = load_lm(config.model)
+    layers = find_layers(lm.model, "last:1")
+    group = HypernetGroup.start(config, layers, str(tmp_path), resources={"num_cpus": 0.1}, threads=1)
+    try:
+        group.heal(lambda: None)
+        traces, start = _traces(lm, layers, config, 0), time.monotonic()
+        group.put_traces(None, 0, traces)
+        with pytest.raises(
+            HypernetLost, match=r"solving held-out edits: another process has not joined a collective .*6 s"
+        ):
+            group._get([group.actors[0].solve.remote(group.generation, None, "float64")])
+        assert 5 < time.monotonic() - start < 12
+        group.put_traces(None, 0, traces)
+        group.actors[0].solve.remote(group.generation, None, "float64")  # and healing, while it waits again
+        assert group.heal(lambda: None) == 0
+        group.put_traces(None, 0, traces)
+        shifts, _ = group.solve(None, "float64")
+        assert_close(dict(shifts), dict(make_editor(lm, config).solve(traces).shifts), rtol=1e-9, atol=1e-12)
+    finally:
+        for actor in group.actors:
+            ray.kill(actor)
 
 
 def test_an_editors_error_reaches_the_asker_as_a_message(tmp_path: Path) -> None:
