@@ -24,6 +24,7 @@ from malmen.platform.plan.meter import Cost, Meter, total_bytes
 from malmen.platform.plan.shapes import find_skeleton
 
 _LIVE = 10**9  # parameters that DeepSpeed keeps gathered at most (stage3_max_live_parameters, its default)
+_READERS = 4  # threads of transformers that read weights
 _SAMPLE = 256  # facts that are put into micro-batches, at least: more only make more of the same
 
 
@@ -51,11 +52,11 @@ class PlannedLM:
         return min(self.num_parameters, max(_LIVE, largest)) * self.lm.dtype.itemsize
 
     def loading_bytes(self, model: ModelConfig) -> int:
-        """What is in the host's memory at once while weights go to a card: one after the other, except those of GGUF,
-        which transformers unpacks into float32 first."""
+        """What is in the host's memory at once while weights go to a card: a few of them, as read and in their new
+        type; but all of a GGUF file, which transformers unpacks into float32 first."""
         if model.name.endswith(".gguf"):
             return 4 * self.num_parameters
-        return 2 * max(parameter.nbytes for parameter in self.lm.model.parameters())  # as read, and in its new type
+        return _READERS * 2 * max(parameter.nbytes for parameter in self.lm.model.parameters())
 
     @property
     def edited_bytes(self) -> int:
