@@ -71,6 +71,7 @@ class HypernetActor:
         torch.set_num_threads(threads)
         self.config, self.layers = config, layers
         self.device = resolve_device(on_given_gpu(config.model))
+        torch.backends.cuda.matmul.allow_tf32 = config.editor.tf32  # slices stay exact: TF32 holds integers up to 2¹¹
         self.editor: Editor = seeded_editor(layers, config).to(self.device)
         self.fresh = True
         self.generation: str | None = None

@@ -24,6 +24,7 @@ class Device:
     threads: int  # cores of a process on CPUs
     card: Card | None = None  # of a process on a GPU
     guess: str = ""  # why its numbers are a guess
+    tf32: bool = False  # whether float32 products are made in TF32
 
     @property
     def name(self) -> str:
@@ -52,9 +53,10 @@ def find_devices(config: Config, lm_card: str | None = None, hypernet_card: str 
         threads = max(1, cores // processes if here else int(cpus))  # as cluster.size_roles gives them
         return Device(kind, threads, *_card(name)) if kind == "cuda" else Device(kind, threads)
 
+    actors = device(kinds[1], cluster.hypernet_actors, cluster.hypernet_cpus, hypernet_card or lm_card)
     return Devices(
         device(kinds[0], cluster.lm_workers, cluster.lm_cpus, lm_card),
-        device(kinds[1], cluster.hypernet_actors, cluster.hypernet_cpus, hypernet_card or lm_card),
+        replace(actors, tf32=config.editor.tf32 and actors.card is not None and actors.card.tf32 > 0),
         here,
     )
 

@@ -79,7 +79,7 @@ def find_rates(device: Device, dtype: torch.dtype, gflops: float | None, measure
 def _assumed(device: Device, dtype: torch.dtype) -> tuple[dict[torch.dtype, float], float]:
     """FLOP/s by type, and bytes/s; a card without bfloat16 does it, if it must, as float32."""
     if card := device.card:
-        by_type = {torch.float64: card.float64, torch.float32: card.float32}
+        by_type = {torch.float64: card.float64, torch.float32: card.tf32 if device.tf32 else card.float32}
         by_type[torch.bfloat16] = card.bfloat16 or card.float32
         return {kind: rate * 1e12 * _REACHED for kind, rate in by_type.items()}, card.bandwidth * 1e9 * _REACHED
     rates = {kind: rate * device.threads for kind, rate in _CORE.items()}

@@ -18,7 +18,7 @@ from malmen.data.sampling import Sampler
 from malmen.data.splits import training_records
 from malmen.errors import EditError
 from malmen.lm.layers import LayerSpec, find_layers
-from malmen.lm.model import LanguageModel, fact_encoder, load_lm
+from malmen.lm.model import LanguageModel, fact_encoder, load_lm, load_skeleton
 from malmen.lm.trace import Traces
 from malmen.lm_side import LMSide
 from malmen.platform.hypernet_actor import HypernetActor
@@ -141,6 +141,13 @@ def test_an_editors_error_reaches_the_asker_as_a_message(tmp_path: Path) -> None
     finally:
         for actor in group.actors:
             ray.kill(actor)
+
+
+def test_an_actor_multiplies_in_tf32_only_where_it_is_asked_to(tmp_path: Path) -> None:
+    for asked in (True, False):
+        config = make_platform_config("gpt2", tmp_path, editor={"tf32": asked})
+        HypernetActor(config, find_layers(load_skeleton(config.model)[0], "last:1"), threads=1)
+        assert torch.backends.cuda.matmul.allow_tf32 is asked
 
 
 def test_a_full_disk_ends_the_run_with_advice_instead_of_losing_the_actor_again_and_again(tmp_path: Path) -> None:

@@ -63,6 +63,14 @@ def test_a_card_without_bfloat16_is_planned_in_float32(card: str, dtype: torch.d
     assert planned_dtype(config, find_devices(config, card).lm) == dtype
 
 
+@pytest.mark.parametrize(("card", "rate"), [("A100-80", 156e12), ("T4", 8.1e12)])  # a T4 has none
+def test_tf32_is_the_actors_rate_where_it_is_asked_for_and_the_card_has_it(card: str, rate: float) -> None:
+    asked = ("cluster.lm_gpus=1", "cluster.hypernet_gpus=1", "editor.tf32=true")
+    found = find_devices(_config("builtin", *asked), card)
+    assert find_rates(found.hypernet, torch.float32, None, False).products[torch.float32] == rate / 2
+    assert find_rates(found.lm, torch.float32, None, False).products[torch.float32] < 10e12
+
+
 def test_an_unknown_card_is_refused_by_name_and_guessed_if_it_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     config = _config("builtin", "cluster.lm_gpus=1")
     with pytest.raises(UsageError, match="no card 'X9' in the table: expected one of V100-16"):
