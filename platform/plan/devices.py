@@ -88,9 +88,9 @@ def _card(name: str | None) -> tuple[Card, str]:
             raise UsageError(f"no card {name!r} in the table: expected one of {', '.join(card.name for card in CARDS)}")
         return card, ""
     if not torch.cuda.is_available():
-        return assumed, ", assumed"
+        return assumed, " (assumed)"
     name = torch.cuda.get_device_name()
     if (card := find_card(name)) is not None:
         return card, ""
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-    return replace(assumed, name=name, memory=memory), f", which is not in the table: its rates are those of {ASSUMED}"
+    return replace(assumed, name=name, memory=memory), f" (not in the table: rates of {ASSUMED})"

@@ -52,11 +52,12 @@ class PlannedLM:
         return min(self.num_parameters, max(_LIVE, largest)) * self.lm.dtype.itemsize
 
     def loading_bytes(self, model: ModelConfig) -> int:
-        """What is in the host's memory at once while weights go to a card: a few of them, as read and in their new
-        type; but all of a GGUF file, which transformers unpacks into float32 first."""
+        """What is in the host's memory at once while weights go to a card: some of them, as read and in their new type;
+        but all of a GGUF file, which transformers unpacks into float32 first."""
         if model.name.endswith(".gguf"):
             return 4 * self.num_parameters
-        return _READERS * 2 * max(parameter.nbytes for parameter in self.lm.model.parameters())
+        sharded = any(hasattr(parameter, "ds_id") for parameter in self.lm.model.parameters())
+        return (1 if sharded else _READERS) * 2 * max(parameter.nbytes for parameter in self.lm.model.parameters())
 
     @property
     def edited_bytes(self) -> int:

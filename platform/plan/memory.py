@@ -100,11 +100,13 @@ def lm_role(config: Config, planned: PlannedLM, facts: StepFacts, rehearsed: Reh
     if device == "cpu":
         items |= hosted
     else:
-        hosted |= {
-            "weights on their way to the card": planned.loading_bytes(config.model),
+        moving = {
             "shifts and gradients on their way": 2 * shifts,
             "traces on their way": features // config.cluster.hypernet_actors,
+            "pages of Ray's object store": store,
         }
+        loading = {"weights on their way to the card": planned.loading_bytes(config.model)}
+        hosted |= max(moving, loading, key=lambda part: sum(part.values()))  # at different times
     return _role("LM worker", workers, device, process, items, hosted, store, rehearsed.small_peak, total)
 
 
@@ -131,10 +133,11 @@ def hypernet_role(config: Config, rehearsed: RehearsedHypernet, device: str) -> 
         f"activations of {config.batch.hypernet_rows} rows, temporaries": rehearsed.peak - sum(held.values()),
     }
     store = (1 + bool(config.cluster.overlap)) * rehearsed.features + 2 * rehearsed.shift_grads
-    hosted = {} if device == "cpu" else {
+    hosted = {
         "one layer on its way": 2 * max(rehearsed.features, rehearsed.shift_grads) // max(1, rehearsed.layers),
         "θ and Adam, while a checkpoint is saved": rehearsed.theta + rehearsed.adam,
-    }  # fmt: skip
+        "pages of Ray's object store": store,
+    }
     actors, peak, small = config.cluster.hypernet_actors, rehearsed.peak, rehearsed.small_peak
     return _role("hypernet actor", actors, device, _HYPERNET_ACTOR, items, hosted, store, small, peak)
 
@@ -144,13 +147,12 @@ def _role(
     store: int, small: int, peak: int,
 ) -> Role:  # fmt: skip
     """The tensors with what the process, the allocator and Ray's object store add to them."""
-    stored = {"pages of Ray's object store": store}
     python = "python, torch, ray" + ", transformers" * (process != _HYPERNET_ACTOR)
     if device == "cpu":
-        kept = {"freed, but kept by glibc": _HOARDED * small + _LONG_RUN}
-        return Role(name, processes, device, _held({python: process}, tensors, stored, kept), {}, store)
+        kept = {"pages of Ray's object store": store, "freed, but kept by glibc": _HOARDED * small + _LONG_RUN}
+        return Role(name, processes, device, _held({python: process}, tensors, kept), {}, store)
     items = _held({"CUDA (assumed)": _CUDA}, tensors, {"fragments (assumed)": _FRAGMENTS * peak})
-    host = _held({f"{python}, CUDA (assumed)": process + _CUDA_HOST}, hosted, stored)
+    host = _held({f"{python}, CUDA (assumed)": process + _CUDA_HOST}, hosted)
     return Role(name, processes, device, items, host, store)
 
 

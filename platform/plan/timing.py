@@ -65,7 +65,8 @@ class Stage:
 def find_rates(device: Device, dtype: torch.dtype, gflops: float | None, measure: bool) -> Rates:
     """The rate given for this type, measured here, or assumed; other types are in the assumed proportion to it."""
     assumed, memory = _assumed(device, dtype)
-    known, rate, source = dtype, assumed[dtype], f"assumed ({device.name})"
+    known, rate = dtype, assumed[dtype]
+    source = f"{_REACHED:.0%} of the data sheet of {device.name}" if device.card else f"assumed ({device.name})"
     if measure:
         if device.card is not None:
             raise UsageError("--measure measures the CPUs here, but the plan is for GPUs: give --flops")

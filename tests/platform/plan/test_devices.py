@@ -75,14 +75,14 @@ def test_an_unknown_card_is_refused_by_name_and_guessed_if_it_is_here(monkeypatc
     config = _config("builtin", "cluster.lm_gpus=1")
     with pytest.raises(UsageError, match="no card 'X9' in the table: expected one of V100-16"):
         find_devices(config, "X9")
-    assert find_devices(config).lm.name == "A100-80, assumed"
+    assert find_devices(config).lm.name == "A100-80 (assumed)"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA X9")
     memory = type("Properties", (), {"total_memory": 20 * GB})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
     device = find_devices(config).lm
     assert device.card is not None and device.card.memory == 20
-    assert device.name == "NVIDIA X9, which is not in the table: its rates are those of A100-80"
+    assert device.name == "NVIDIA X9 (not in the table: rates of A100-80)"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
     assert find_devices(config).lm.name == "L4"
 

@@ -194,6 +194,16 @@ def test_the_command_prints_a_plan(malmen: Run) -> None:
     assert code == 0
 
 
+def test_the_command_names_the_card_and_plans_its_host(malmen: Run) -> None:
+    code, out, _ = malmen(
+        "plan", "builtin", *SMALL, "cluster.lm_gpus=1", "cluster.hypernet_gpus=0", "--lm-card", "L4",
+        "--lm-host-memory", 2, "--hypernet-memory", 64,
+    )  # fmt: skip
+    assert "LM worker on L4" in out and "LM worker on its host" in out and "hypernet actor on CPU" in out
+    assert "rates: LM 50% of the data sheet of L4, " in out
+    assert code == 1 and "of its host and has 2.00 GB: it does not fit" in out
+
+
 def test_a_plan_that_does_not_fit_says_what_would_and_exits_with_1(malmen: Run) -> None:
     code, out, _ = malmen("plan", "builtin", *SMALL, "rank=2048", "--hypernet-memory", 0.52, "--json")
     found = json.loads(out)
@@ -210,6 +220,7 @@ def test_a_plan_that_does_not_fit_says_what_would_and_exits_with_1(malmen: Run) 
     [
         (("--flops", 1, "--measure"), "exclude each other"),
         (("model.device=cuda", "--measure"), "give --flops"),
+        (("cluster.lm_gpus=1", "--lm-card", "X9"), "no card 'X9' in the table"),
         (("layers=last:9",), "K must be 1 to 6"),
         (("rnak=3",), "unknown key"),
     ],
