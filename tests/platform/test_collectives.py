@@ -5,13 +5,16 @@ import os
 import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from malmen.platform import collectives
+from malmen.config import load_config
+from malmen.platform import collectives, train_loop
 from malmen.platform.collectives import CollectiveTimeout, abort_groups, in_words, join_group
+from malmen.platform.train_loop import LoopSettings
 from malmen.shards import ProcessGroupShards
 
 SECONDS = 3.0
@@ -59,6 +62,22 @@ def test_other_errors_pass_as_they_are() -> None:
     assert type(error.value) is RuntimeError
     with pytest.raises(CollectiveTimeout, match="solving: another process"), in_words("solving", 3):
         raise dist.DistBackendError("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)")
+
+
+def test_an_lm_rank_whose_peer_is_lost_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver hears the last line of what a rank raises, and starts the ranks again."""
+
+    def lost(*_: object) -> None:
+        raise RuntimeError("[unbound_buffer.cc:78] Timed out waiting 7000ms for recv operation to complete")
+
+    config = load_config(None, ["cluster.stall_seconds=7"])
+    loop = LoopSettings(config, None, None, "run", 1, False)  # type: ignore[arg-type]
+    context = SimpleNamespace(get_world_rank=lambda: 1, get_world_size=lambda: 2)
+    monkeypatch.setattr(train_loop, "get_context", lambda: context)
+    monkeypatch.setattr(train_loop.ray, "get", lambda *_, **__: loop)
+    monkeypatch.setattr(train_loop, "LMWorker", lost)
+    with pytest.raises(CollectiveTimeout, match="LM rank 1: another process has not joined a collective within 7 s"):
+        train_loop.train_loop({"loop": None})
 
 
 # --- what is decided for NCCL, which never ran ---
