@@ -100,6 +100,7 @@ class Editor(nn.Module):
             }
         )
         self.steps_done = 0
+        self.locality_coef = config.training.locality_coef  # λ_loc of the next step of training
         self.base_model: str | None = None  # the fingerprint of the LM that θ was trained for, once known
         self.last_grad_norm = math.nan
         self._optimizer: torch.optim.Adam | None = None

@@ -12,11 +12,14 @@ from torch import Tensor
 from malmen.config import Config
 from malmen.data.records import EditRecord, Fact, unrelated_to_all
 from malmen.data.tokens import EncodedFact, FactEncoder, TokenBatch, make_batches
+from malmen.drift import Drift, drift_of_edit, drift_of_rounding
 from malmen.lm.generate import OnProgress, decode, generate_ids, part_of, up_to_the_end
 from malmen.lm.model import LanguageModel, fact_encoder
 from malmen.lm.overlay import Shifts, edited
-from malmen.metrics import BEFORE, BY_TOKENS, ENDED, EXACT, GENERATED, METRICS, FactKind
+from malmen.lm.own_text import evaluation_texts
+from malmen.metrics import BEFORE, BY_TOKENS, ENDED, EXACT, FLOOR, GENERATED, METRICS, FactKind
 
+OWN_TEXTS = 48  # in each form of prompts, where nothing else is said
 _END_MARKS = ("\n", ".", ",", ";", ":", "!", "?")
 
 Predict = Callable[[Sequence[EncodedFact]], list[list[int]]]  # the most probable tokens of each fact's answer
@@ -58,6 +61,8 @@ class Evaluation:
     generated_agreement: float | None  # unrelated prompts whose whole generated text is the unedited model's
     mean_residual: float | None
     shift_ratio: dict[str, float]  # ‖S‖/‖W‖ by layer
+    drift: dict[str, Drift] = field(default_factory=dict)  # along its own texts, by form of the prompts
+    floor: dict[str, Drift] = field(default_factory=dict)  # the same of the unedited model, rounded to bfloat16
     facts: list[FactReport] = field(default_factory=list)
 
     def scores(self) -> dict[str, Any]:
@@ -71,6 +76,9 @@ class Evaluation:
         flat["locality_agreement_generated"] = self.generated_agreement
         flat["mean_residual"] = self.mean_residual
         flat["max_shift_ratio"] = max(self.shift_ratio.values(), default=0.0)
+        for suffix, drifts in (("", self.drift), (FLOOR, self.floor)):
+            for form, drift in drifts.items():
+                flat |= {f"own_{form}_{name}{suffix}": value for name, value in vars(drift).items()}
         return flat
 
 
@@ -92,19 +100,22 @@ class _Answer(NamedTuple):
 
 def evaluate(
     lm: LanguageModel, records: Sequence[EditRecord], shifts: Shifts, config: Config, *,
-    generate: bool = True, residual: float | None = None, predict: Predict | None = None,
+    generate: bool = True, own_texts: int = 0, residual: float | None = None, predict: Predict | None = None,
     on_progress: OnProgress | None = None,
 ) -> Evaluation:  # fmt: skip
-    """Measure an edit of these records' facts, beside the unedited model.
+    """Measure an edit of these records' facts, beside the unedited model; with `generate`, also along so many of its
+    own texts in each form of prompts.
 
     `predict` replaces `predict_tokens`. `on_progress` counts answers: each fact is asked before and after the edit,
-    teacher-forced and, with `generate`, free-running.
+    teacher-forced and, with `generate`, free-running. The end mark is no part of the answers that are counted.
     """
-    encoder, budget = fact_encoder(lm, config.data), config.batch.token_budget
+    data = config.data.model_copy(update={"append_eos": False}) if lm.kind == "decoder" else config.data
+    encoder, budget = fact_encoder(lm, data), config.batch.token_budget
     questions = _questions(encoder, records)
     encoded = [question.encoded for question in questions]
     generate = generate and lm.kind != "classifier"
-    passes = 4 if generate else 2
+    along = own_texts if generate else 0
+    passes = (4 if generate else 2) + (3 if along else 0)
 
     def answers(first_pass: int) -> list[_Answer]:
         on_predicted, on_generated = (part_of(on_progress, first_pass + number, passes) for number in range(2))
@@ -117,7 +128,8 @@ def evaluate(
 
     before = answers(0)
     with edited(lm, shifts):
-        after = answers(passes // 2)
+        after = answers(2 if generate else 1)
+    drift, floor = _drifts(lm, records, shifts, config, along, part_of(on_progress, passes - 3, passes))
     asked_and_answered = list(zip(questions, before, after, strict=True))
     unrelated = [(old, new) for asked, old, new in asked_and_answered if asked.kind == "unrelated"]
     return Evaluation(
@@ -136,7 +148,25 @@ def evaluate(
         ),
         mean_residual=residual,
         shift_ratio=shift_ratio(lm, shifts),
+        drift=drift,
+        floor=floor,
         facts=[_report(lm, *of_fact) for of_fact in asked_and_answered],
+    )
+
+
+def _drifts(
+    lm: LanguageModel, records: Sequence[EditRecord], shifts: Shifts, config: Config, number: int,
+    on_progress: OnProgress | None,
+) -> tuple[dict[str, Drift], dict[str, Drift]]:  # fmt: skip
+    """Drift and floor by form of prompts, along so many texts in each."""
+    if not number:
+        return {}, {}
+    texts = evaluation_texts(lm, config, records, number, on_progress)
+    budget = config.batch.token_budget
+    floor = {form: drift_of_rounding(lm, written, budget) for form, written in texts.items()}
+    return (
+        {form: drift_of_edit(lm, written, shifts, budget) for form, written in texts.items()},
+        {form: drift for form, drift in floor.items() if drift is not None},
     )
 
 

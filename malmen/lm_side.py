@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 
 from malmen.config import Config
-from malmen.data.records import EditRecord
-from malmen.data.sampling import preserved_facts
 from malmen.data.tokens import EncodedFact, MetaBatch, TokenBatch, make_batches
 from malmen.errors import EditError
 from malmen.lm.key_moments import KeySums, layers_at_once
 from malmen.lm.layers import LayerSpec
 from malmen.lm.losses import kl, nll
-from malmen.lm.model import LanguageModel, fact_encoder
+from malmen.lm.model import LanguageModel
 from malmen.lm.overlay import Overlay, edited
 from malmen.lm.stem import (
     Height,
@@ -35,6 +33,7 @@ from malmen.lm.stem import (
 from malmen.lm.trace import LayerTrace, Traces, trace
 from malmen.runs.fact_cache import FactCache
 
+_DUAL_RATE = 0.1  # of log λ_loc, per step and factor e of KL over its target
 Caches = Mapping[str, FactCache]  # by kind of fact (edits, equivalents, unrelated), for kinds whose facts recur
 
 
@@ -56,6 +55,7 @@ class LMSide:
     ) -> None:
         self.lm, self.layers, self.config = lm, list(layers), config
         self.caches: Caches = caches or {}
+        self.locality_coef = config.training.locality_coef  # λ_loc of the next step
 
     # --- what processes that share the work do differently ---------------------------------------------------
 
@@ -118,6 +118,18 @@ class LMSide:
         self._check_finite(losses, grads, step, batch)
         return losses, grads
 
+    def meta_loss(self, losses: MetaLosses) -> float:
+        """L_gen + λ_loc·L_loc."""
+        return losses.generalization + self.locality_coef * losses.locality
+
+    def adjust_locality_coef(self, losses: MetaLosses, batch: MetaBatch) -> None:
+        """Where `training.locality_target` is set, a step of dual ascent on log λ_loc, at the end of a step."""
+        target, tokens = self.config.training.locality_target, sum(len(fact.targets) for fact in batch.unrelated)
+        if target is None or not tokens:
+            return
+        excess = math.log(max(losses.locality * len(batch.unrelated) / tokens, 1e-12) / target)
+        self.locality_coef *= math.exp(_DUAL_RATE * min(1.0, max(-1.0, excess)))
+
     def generalization_backward(self, edit: Overlay, facts: Sequence[EncodedFact]) -> float:
         """This process's part of L_gen over `facts`; adds its gradient to the edit's tensors."""
         total, scale = 0.0, 1 / max(1, len(facts))
@@ -135,7 +147,7 @@ class LMSide:
         What lies below every edit is computed once for both forwards. Of a fact in the cache the unedited model runs
         its final norm and head only.
         """
-        total, scale, coef = 0.0, 1 / max(1, len(facts)), self.config.training.locality_coef
+        total, scale, coef = 0.0, 1 / max(1, len(facts)), self.locality_coef
         heights = [stem_blocks(self.lm, self.layers), all_blocks(self.lm) if "unrelated" in self.caches else {}]
         for batch, (stem, top) in self._with_stems("unrelated", facts, heights):
             with torch.no_grad(), fill_or_resume(self.lm, stem), fill_or_resume(self.lm, top):
@@ -168,7 +180,7 @@ class LMSide:
             yield batch, [recall_stem(cache, self.lm, batch, known, height) for height in heights]
 
     def _check_finite(self, losses: MetaLosses, grads: Mapping[str, Tensor], step: int, batch: MetaBatch) -> None:
-        meta_loss = losses.generalization + self.config.training.locality_coef * losses.locality
+        meta_loss = self.meta_loss(losses)
         broken = [name for name, grad in grads.items() if not bool(torch.isfinite(grad).all())]
         if not math.isfinite(meta_loss) or broken:
             where = f"; the gradient is not finite in {', '.join(broken)}" if broken else ""
@@ -176,11 +188,9 @@ class LMSide:
 
     # --- before the first step -------------------------------------------------------------------------------------
 
-    def preserved_moments(self, records: Sequence[EditRecord]) -> Iterator[dict[str, Tensor]]:
-        """E[u uᵀ] by layer (key, key) over the keys of unrelated facts, which edits are to leave alone. It comes in as
-        many layers at a time as fit into memory."""
-        encoder = fact_encoder(self.lm, self.config.data)
-        facts = [encoder.encode(fact) for fact in preserved_facts(self.config, records)]
+    def preserved_moments(self, facts: Sequence[EncodedFact]) -> Iterator[dict[str, Tensor]]:
+        """E[u uᵀ] by layer (key, key) over the keys of these facts, which edits are to leave alone. It comes in as many
+        layers at a time as fit into memory."""
         batches = self.cut(self.share(facts))
         for part in layers_at_once(self.layers):
             sums = KeySums(self.lm, part)

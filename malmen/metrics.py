@@ -29,6 +29,7 @@ EXACT = "_exact"  # whole answers, teacher-forced
 GENERATED = "_generated"  # whole answers, generated
 ENDED = "_ended"  # whole answers, generated, after which the text ends
 BEFORE = "_before"
+FLOOR = "_floor"  # after a measure along its own texts: of the unedited model, rounded to bfloat16
 
 SCORE_PARTS = ("edit_success", "generalization_success", "relative_locality")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,15 @@ from malmen.data.splits import (
     validation_records,
 )
 from malmen.data.subjects import edits_of
+from malmen.data.tokens import EncodedFact
 from malmen.edit_method import EditMethod
 from malmen.editor import Editor, seeded_editor
 from malmen.errors import EditError
-from malmen.evaluate import Evaluation, evaluate
+from malmen.evaluate import OWN_TEXTS, Evaluation, evaluate
 from malmen.lm.generate import OnProgress, part_of
 from malmen.lm.layers import find_layers
 from malmen.lm.model import LanguageModel, fact_encoder, load_lm
+from malmen.lm.own_text import own_texts
 from malmen.lm_side import LMSide
 from malmen.meta import StepReport, meta_step, no_progress
 from malmen.runs.checkpoint import add_scores, load_editor, save_checkpoint
@@ -70,9 +72,11 @@ def train(
         log.warning(warning)
     fingerprint = lm.fingerprint()
     on_phase("reading the records")
-    sampler, records = _read_data(lm, config)
+    sampler, records = _read_data(lm, config, on_phase)
     editor = (
-        make_editor(lm, config) if opened.checkpoint is None else load_editor(opened.checkpoint, lm, optimizer=True)
+        make_editor(lm, config, sampler)
+        if opened.checkpoint is None
+        else load_editor(opened.checkpoint, lm, optimizer=True)
     )
     editor.config = config
     opened.begin()
@@ -102,16 +106,30 @@ def train(
             log.warning(warning)
         if _is_measured(training, step) or step == training.steps or step % training.checkpoint_every == 0:
             opened.flush()
-            save_checkpoint(folder, editor, fingerprint, keep=training.keep_checkpoints)
+            extra = {"locality_coef": editor.locality_coef}
+            save_checkpoint(folder, editor, fingerprint, keep=training.keep_checkpoints, extra=extra)
         if _is_measured(training, step):
             measure()
     opened.begin({"finished": True})
     return TrainingRun(folder, lm, editor, opened.history, time.perf_counter() - start)
 
 
-def _read_data(lm: LanguageModel, config: Config) -> tuple[Sampler, list[EditRecord]]:
+def make_sampler(lm: LanguageModel, config: Config, on_phase: Callable[[str], None] = lambda _text: None) -> Sampler:
+    """What draws the facts of each step; it has the model's own texts if the config wants them."""
+    records = training_records(config)
+    texts: Sequence[EncodedFact] = ()
+    if config.data.unrelated != "given":
+        doing = "the unedited model writes what is to stay as it is"
+        on_phase(doing)
+        texts = own_texts(
+            lm, config, records(0), on_progress=lambda done, total: on_phase(f"{doing}: batch {done} of {total}")
+        )
+    return Sampler(config, fact_encoder(lm, config.data), records, texts)
+
+
+def _read_data(lm: LanguageModel, config: Config, on_phase: Callable[[str], None]) -> tuple[Sampler, list[EditRecord]]:
     """The sampler of training records and the held-out records; both can be encoded before the first step."""
-    sampler = Sampler(config, fact_encoder(lm, config.data), training_records(config))
+    sampler = make_sampler(lm, config, on_phase)
     records = validation_records(config)
     sampler.check_lengths()
     held_out = check_enough(records, config.training.eval_edits or config.training.num_edits)
@@ -126,12 +144,13 @@ def _is_measured(training: TrainingConfig, step: int) -> bool:
     return bool(training.eval_every and step % training.eval_every == 0 and 0 < step < training.steps)
 
 
-def make_editor(lm: LanguageModel, config: Config) -> Editor:
+def make_editor(lm: LanguageModel, config: Config, sampler: Sampler | None = None) -> Editor:
     """A fresh editor, drawn from the config's seed, with the keys that it is to preserve, if any."""
     editor = seeded_editor(find_layers(lm.model, config.editor.layers, config.editor.ffn), config).to(lm.device)
     if config.editor.preserving:
         log.info("reading the texts whose keys are to be preserved")
-        for moments in LMSide(lm, editor.layers, config).preserved_moments(training_records(config)(0)):
+        facts = (sampler or make_sampler(lm, config)).preserved()
+        for moments in LMSide(lm, editor.layers, config).preserved_moments(facts):
             editor.preserve(moments)
     return editor
 
@@ -151,7 +170,7 @@ def evaluate_editor(
     solved = editor.edit(lm, edits_of(chosen))
     return evaluate(
         lm, chosen, solved.shifts, config,
-        generate=generate, residual=solved.mean_residual(), on_progress=on_progress,
+        generate=generate, own_texts=OWN_TEXTS, residual=solved.mean_residual(), on_progress=on_progress,
     )  # fmt: skip
 
 

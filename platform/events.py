@@ -23,6 +23,7 @@ class LMReport:
     generalization_loss: float
     locality_loss: float
     meta_loss: float
+    locality_coef: float  # λ_loc of this step
     seconds: dict[str, float]  # by stage
     bytes_moved: int
     cache_mb: float

@@ -48,10 +48,11 @@ def meta_step(
     with watch("send"), worker.together(f"sending the shift gradients of step {step}"):
         group.put_grads(step, shift_grads)
 
-    meta_loss = losses.generalization + worker.config.training.locality_coef * losses.locality
+    coef, meta_loss = worker.locality_coef, worker.meta_loss(losses)
+    worker.adjust_locality_coef(losses, batch)
     bytes_moved = sum(worker.gather(group.bytes_sent - sent_before))
     cache_mb = round(sum(cache.used_bytes for cache in set(worker.caches.values())) / 2**20, 1)
-    report = LMReport(step + 1, *losses, meta_loss, dict(watch.seconds), bytes_moved, cache_mb)
+    report = LMReport(step + 1, *losses, meta_loss, coef, dict(watch.seconds), bytes_moved, cache_mb)
     keep(report)
     pending = group.start_backward(step) if worker.world_rank == 0 else []  # (v)–(vii) pullback, proxy loss, Adam
     ahead = None

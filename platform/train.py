@@ -168,7 +168,12 @@ class Journal:
                 self._add(dict(vars(event)))
                 self.losses.clear()
                 report = StepReport(
-                    event.generalization_loss, event.locality_loss, event.meta_loss, event.grad_norm, event.seconds
+                    event.generalization_loss,
+                    event.locality_loss,
+                    event.meta_loss,
+                    event.locality_coef,
+                    event.grad_norm,
+                    event.seconds,
                 )
                 self.listener.step(step, report)
                 if warning := no_progress(self.folder.history, self.folder.config):

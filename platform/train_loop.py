@@ -18,6 +18,7 @@ from malmen.data.splits import check_encodable, shared_facts, validation_records
 from malmen.errors import EditError, wrong_base_model
 from malmen.lm.devices import exhausted, peak_memory_mb
 from malmen.lm.trace import Traces
+from malmen.lm_side import MetaLosses
 from malmen.platform import events
 from malmen.platform.collectives import in_words
 from malmen.platform.hypernet_group import HypernetGroup, HypernetLost
@@ -113,14 +114,15 @@ class Rank:
 
     def _restore(self) -> int:
         """Make all actors equal and ready; returns the steps they have done, on all ranks."""
-        place: tuple[int, str, int | None] | None = None
+        place: tuple[int, str, int | None, float] | None = None
         with self.worker.together("restoring the hypernet actors"):
             if self.first:  # what reads the storage stands in `together`: its errors reach all ranks
                 step = self.group.heal(self._newest_checkpoint)
-                place = (step, self.group.generation, self._saved_step())
+                self._restore_locality_coef(step)
+                place = (step, self.group.generation, self._saved_step(), self.worker.locality_coef)
         agreed = self.worker.gather(place)[0]
         assert agreed is not None
-        step, self.group.generation, self.saved = agreed
+        step, self.group.generation, self.saved, self.worker.locality_coef = agreed
         self._post(events.Began(step))
         with self.worker.together("asking for the last step"):
             if self.first:
@@ -140,10 +142,21 @@ class Rank:
         if step or not self.loop.config.editor.preserving:
             return
         self.worker.note("reading the texts whose keys are preserved")
-        for moments in self.worker.preserved_moments(self.worker.sampler.records(0)):
+        for moments in self.worker.preserved_moments(self.worker.sampler.preserved()):
             with self.worker.together("sending the keys to preserve"):
                 if self.first:
                     self.group.put_moments(moments)
+
+    def _restore_locality_coef(self, step: int) -> None:
+        """λ_loc after so many steps: as the newest step's report has it, else as the newest checkpoint does."""
+        lm, coef = self._ask(self.board.kept), self.training.locality_coef
+        if lm is not None and lm.step in (step, step + 1):
+            self.worker.locality_coef = lm.locality_coef
+            if lm.step == step:
+                losses = MetaLosses(lm.generalization_loss, lm.locality_loss)
+                self.worker.adjust_locality_coef(losses, self.worker.sampler.batch(step - 1))
+        else:
+            self.worker.locality_coef = read_state(self.loop.run).get("locality_coef", coef) if step else coef
 
     def _saved_step(self) -> int | None:
         run = self.loop.run
@@ -170,7 +183,8 @@ class Rank:
                 if self.first:
                     self._post(events.Saving(step))
                     self._wait_for_the_driver()
-                    self.group.save(self.worker.fingerprint, self.loop.extra)
+                    coef = {"locality_coef": self.worker.locality_coef}
+                    self.group.save(self.worker.fingerprint, {**self.loop.extra, **coef})
                     self._post(events.Saved(step))
                     check_shared(RunStore(self.loop.run), step)
             self.saved = step

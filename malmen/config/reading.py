@@ -59,8 +59,9 @@ def absolute_paths(config: Config) -> Config:
     for values, key in ((raw["data"], "train"), (raw["data"], "validation"), (raw["model"], "name")):
         if values[key] != "builtin" and Path(values[key]).exists():
             values[key] = str(Path(values[key]).absolute())
-    if folder := raw["batch"]["cache_dir"]:
-        raw["batch"]["cache_dir"] = str(Path(folder).absolute())
+    for section in ("batch", "own_text"):
+        if folder := raw[section]["cache_dir"]:
+            raw[section]["cache_dir"] = str(Path(folder).expanduser().absolute())
     return parse_config(raw, "the config")
 
 

@@ -109,6 +109,12 @@ class TrainingConfig(Section):
     )
     warmup_steps: int = Field(default=0, ge=0, description="steps over which both learning rates rise from 0")
     locality_coef: float = Field(default=1.0, ge=0, description="λ_loc of eq. 1")
+    locality_target: float | None = Field(
+        default=None,
+        gt=0,
+        description="KL per token of unrelated texts that is tolerated; λ_loc then starts at locality_coef, and rises "
+        "and falls with the losses of the steps until it is met",
+    )
     locality_tokens: Literal["answer", "all"] = Field(
         default="answer", description="tokens of unrelated texts that L_loc compares; `all` is for decoders"
     )
@@ -132,11 +138,39 @@ class DataConfig(Section):
     format: Literal["auto", "malmen", "zsre", "counterfact", "fever"] = Field(
         default="auto", description="format of both files, see docs/data.md"
     )
+    unrelated: Literal["given", "self", "mixed"] = Field(
+        default="given",
+        description="what must not change: the unrelated facts of the records, texts that the model itself writes "
+        "(`own_text`), or as many of both",
+    )
     prompt_format: Literal["raw", "chat"] = Field(default="raw", description="`chat`: in the tokenizer's chat template")
     max_length: int = Field(default=512, gt=1, description="tokens of a fact, at most")
     overlong: Literal["error", "truncate"] = Field(default="error", description="what happens to longer facts")
-    append_eos: bool | None = Field(
-        default=None, description="whether answers end with EOS; default: only of encoder-decoders"
+    append_eos: Literal["auto"] | bool | None = Field(
+        default="auto",
+        description="whether answers end with EOS; `auto`: of encoder-decoders, and of decoders after a question (a "
+        "prompt that ends with a question mark, or a chat template); null: only of encoder-decoders",
+    )
+
+
+class OwnTextConfig(Section):
+    """Texts that the unedited model writes, which edits are to leave as they are (`data.unrelated`)."""
+
+    texts: int = Field(
+        default=1024,
+        gt=0,
+        description="number of texts in each form: after prompts of unrelated training facts, after neutral openings, "
+        "and after nothing",
+    )
+    tokens: int = Field(default=20, gt=0, description="tokens of a text, at most; it may end before, even at once")
+    sampled: float = Field(
+        default=0.5, ge=0, le=1, description="share of texts that are drawn at temperature 1; the others are greedy"
+    )
+    forms: Literal["auto", "raw", "chat"] = Field(
+        default="auto", description="form of the prompts; `auto`: raw, and in the chat template where there is one"
+    )
+    cache_dir: str | None = Field(
+        default=None, description="folder that keeps the texts for other runs; default: the user's cache folder"
     )
 
 
@@ -270,6 +304,7 @@ class Config(Section):
     editor: EditorConfig = EditorConfig()
     training: TrainingConfig = TrainingConfig()
     data: DataConfig = DataConfig()
+    own_text: OwnTextConfig = OwnTextConfig()
     batch: BatchConfig = BatchConfig()
     lm: LMConfig = LMConfig()
     cluster: ClusterConfig = ClusterConfig()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -44,6 +44,7 @@ class Sampler:
     config: Config
     encoder: FactEncoder
     records: Callable[[int], list[EditRecord]]
+    own_texts: Sequence[EncodedFact] = ()  # what the unedited model writes, for `data.unrelated`
     _epoch: tuple[int, list[EditRecord]] = (-1, [])
 
     def __post_init__(self) -> None:
@@ -93,11 +94,9 @@ class Sampler:
         rng = random.Random(f"step/{self.config.seed}/{step}")
         records = compatible_records(order[place * training.num_edits :] + order, self._num_edits(step))
         equivalents = [fact for record in records for fact in self._equivalents(record, rng)]
-        unrelated = [
-            self._encode(fact)
-            for facts in unrelated_to_all(records)
-            for fact in rng.sample(facts, min(training.unrelated_per_edit, len(facts)))
-        ]
+        unrelated = [] if self.config.data.unrelated == "self" else self._given(records, rng)
+        number = training.unrelated_per_edit * len(records)
+        unrelated += rng.sample(self.own_texts, min(number, len(self.own_texts)))
         if training.locality_tokens == "all":
             unrelated = [fact.throughout() for fact in unrelated]
         return MetaBatch(
@@ -106,6 +105,19 @@ class Sampler:
             unrelated,
             [record.id for record in records],
         )
+
+    def preserved(self) -> list[EncodedFact]:
+        """The facts and texts whose keys an edit is to leave alone."""
+        given = [] if self.config.data.unrelated == "self" else preserved_facts(self.config, self.records(0))
+        return [*map(self._encode, given), *self.own_texts]
+
+    def _given(self, records: Sequence[EditRecord], rng: random.Random) -> list[EncodedFact]:
+        per_edit = self.config.training.unrelated_per_edit
+        return [
+            self._encode(fact)
+            for facts in unrelated_to_all(records)
+            for fact in rng.sample(facts, min(per_edit, len(facts)))
+        ]
 
     def _num_edits(self, step: int) -> int:
         """m of this step, log-uniform: as often between 16 and 32 as between 128 and 256."""

@@ -106,7 +106,7 @@ class FactEncoder:
     prompt_format: Literal["raw", "chat", "verbatim"] = "raw"  # verbatim: the prompt already has its template
     max_length: int = 512
     overlong: Literal["error", "truncate"] = "error"
-    append_eos: bool | None = None  # None: only where the kind needs it to know where an answer ends
+    append_eos: Literal["auto"] | bool | None = None  # None: only where the kind needs it to know where an answer ends
     decoder_start: int = 0
     truncated: int = 0
 
@@ -170,11 +170,18 @@ class FactEncoder:
             answer = both[len(prompt) :]
         else:  # a token spans both: the answer is tokenised by itself
             answer = list(self.tokenizer(answer_text, add_special_tokens=False)["input_ids"])
-        if self.append_eos:
+        if self._ends(fact):
             answer = [*answer, self.tokenizer.eos_token_id]
         if not prompt:  # nothing to predict the first answer token from
             raise EditError(f"the prompt {fact.prompt!r} has no tokens")
         return EncodedFact(prompt + answer[:-1], len(prompt) - 1, answer)
+
+    def _ends(self, fact: Fact) -> bool:
+        """Whether the end mark is part of a decoder's answer. What is not a question may go on after it."""
+        if self.append_eos != "auto":
+            return bool(self.append_eos)
+        question = self.prompt_format == "chat" or fact.prompt.rstrip().endswith(("?", "？"))
+        return question and self.tokenizer.eos_token_id is not None
 
     def _encoder_decoder(self, fact: Fact) -> EncodedFact:
         answer = list(self.tokenizer(text_target=fact.answer, add_special_tokens=False)["input_ids"])

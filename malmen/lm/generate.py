@@ -38,33 +38,54 @@ def generate_ids(
     by_length: dict[int, list[int]] = {}
     for index, ids in enumerate(encoded):
         by_length.setdefault(len(ids), []).append(index)
-    model = cast(Any, lm.model)
     continuations: dict[int, list[int]] = {}
     for length, indices in by_length.items():
         limit = max(limits[index] for index in indices)
-        start = length if lm.kind == "decoder" else 1
         batch_size = max(1, token_budget // (length + limit))
         for first in range(0, len(indices), batch_size):
             batch = indices[first : first + batch_size]
-            inputs = torch.tensor([encoded[index] for index in batch], device=lm.device)
-            with _greedy(lm, limit) as settings:
-                outputs = model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=settings)
-            for index, ids in zip(batch, outputs[:, start:].tolist(), strict=True):
+            rows = continue_rows(lm, [encoded[index] for index in batch], limit)
+            for index, ids in zip(batch, rows, strict=True):
                 continuations[index] = ids[: limits[index]]
             if on_progress:
                 on_progress(len(continuations), len(prompts))
     return [continuations[index] for index in range(len(prompts))]
 
 
+@torch.no_grad()
+def continue_rows(
+    lm: LanguageModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, sampled: bool = False
+) -> list[list[int]]:
+    """What follows these prompts: the most probable tokens, or tokens drawn at temperature 1.
+
+    Shorter prompts are padded, which may change a token where two are equally probable but for rounding.
+    """
+    longest = max(map(len, prompts))
+    pads = [[0] * (longest - len(prompt)) for prompt in prompts]
+    ones = [[1] * len(prompt) for prompt in prompts]
+    left = lm.kind == "decoder"  # which goes on at the right
+
+    def padded(rows: Sequence[Sequence[int]], pad: int) -> torch.Tensor:
+        sides = [([pad] * len(some), list(row)) for some, row in zip(pads, rows, strict=True)]
+        return torch.tensor([some + row if left else row + some for some, row in sides], device=lm.device)
+
+    inputs, mask = padded(prompts, lm.pad_id), padded(ones, 0)
+    with _settings(lm, max_new_tokens, sampled) as settings:
+        outputs = cast(Any, lm.model).generate(inputs, attention_mask=mask, generation_config=settings)
+    rows: list[list[int]] = outputs[:, inputs.shape[1] if lm.kind == "decoder" else 1 :].tolist()
+    return rows
+
+
 @contextmanager
-def _greedy(lm: LanguageModel, max_new_tokens: int) -> Iterator[GenerationConfig]:
+def _settings(lm: LanguageModel, max_new_tokens: int, sampled: bool) -> Iterator[GenerationConfig]:
     """The settings to generate with. Inside, the model has none of its own: instruction-tuned models ship penalties and
     the like, which would apply wherever ours leave a setting open."""
     model = cast(Any, lm.model)
     shipped, model.generation_config = model.generation_config, GenerationConfig()
     try:
         yield GenerationConfig(
-            do_sample=False,
+            do_sample=sampled,
+            top_k=0 if sampled else None,
             max_new_tokens=max_new_tokens,
             pad_token_id=lm.pad_id,
             eos_token_id=lm.tokenizer.eos_token_id,

@@ -45,8 +45,10 @@ class KeySums:
         batch = batch.to(self.lm.device)
 
         def add(layer: LayerSpec, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            rows = rows_at(batch.masks[layer.stack], args[0]).to(self.sums[layer.name])
-            self.sums[layer.name].addmm_(rows.T, rows)
+            rows = rows_at(batch.masks[layer.stack], args[0])
+            rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+            # A batch's product needs no more digits than the moment is kept in; the sum over batches does.
+            self.sums[layer.name] += rows.T @ rows
             self.counts[layer.name] += len(rows)
 
         hooks = [(self.lm.model.get_submodule(layer.name), partial(add, layer)) for layer in self.layers]

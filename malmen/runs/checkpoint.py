@@ -84,6 +84,7 @@ def load_editor(folder: str | Path, lm: LanguageModel | None = None, *, optimize
             reason = " ".join(str(error).split())[:300]
             raise EditError(f"the tensors in {folder} do not fit its config: {reason}") from error
         editor.steps_done, editor.base_model = state["step"], state["base_model"]
+        editor.locality_coef = state.get("locality_coef", editor.locality_coef)
         if lm is not None:
             editor.to(lm.device)
         if optimizer:

@@ -51,7 +51,7 @@ def edit(
     from malmen.data.readers import read_records
     from malmen.data.splits import check_encodable
     from malmen.data.subjects import edits_of
-    from malmen.evaluate import evaluate
+    from malmen.evaluate import OWN_TEXTS, evaluate
     from malmen.lm.model import fact_encoder
     from malmen.runs.checkpoint import save_edit
     from malmen.runs.files import check_replaceable
@@ -68,7 +68,7 @@ def edit(
     with counted("measuring") as on_progress:
         evaluation = evaluate(
             lm, records, solved.shifts, settings,
-            generate=generate, residual=solved.mean_residual(), on_progress=on_progress,
+            generate=generate, own_texts=OWN_TEXTS, residual=solved.mean_residual(), on_progress=on_progress,
         )  # fmt: skip
     manifest: dict[str, Any] = {
         "base_model": lm.fingerprint(),

@@ -7,6 +7,7 @@ import torch
 from plain import plain_log_probs
 from small_runs import make_config
 
+from malmen.config import DataConfig
 from malmen.data.records import EditRecord, Fact, unrelated_to_all
 from malmen.data.world import world_records
 from malmen.evaluate import _ends, evaluate, predict_tokens, shift_ratio
@@ -65,7 +66,7 @@ def test_a_generated_answer_counts_as_ended_only_where_the_text_ends_after_it(lm
     [("", False), (" is", False), ("son", False), (".", True), (", who", True), ("\n", True), (" ; so", True)],
 )
 def test_what_follows_an_answer_tells_whether_it_has_ended(lm: LanguageModel, rest: str, ended: bool) -> None:
-    fact = fact_encoder(lm, make_config().data).encode(Fact("Who is it?", "Ada"))
+    fact = fact_encoder(lm, DataConfig(append_eos=False)).encode(Fact("Who is it?", "Ada"))
     following = lm.tokenizer(rest)["input_ids"] if rest else []
     assert _ends(lm, [*fact.targets, *following], fact) is ended
     assert _ends(lm, [*fact.targets, lm.tokenizer.eos_token_id], fact)
@@ -95,7 +96,7 @@ def test_success_is_the_share_of_answer_tokens_and_of_whole_answers_that_are_the
 ) -> None:
     """Against each fact by itself through a model whose weights were really changed."""
     records, shifts = world_records("validation")[:6], _shifts(lm, 0.15)
-    encoder = fact_encoder(lm, make_config().data)
+    encoder = fact_encoder(lm, DataConfig(append_eos=False))  # a decoder's end mark is counted by `ended` only
     evaluation = evaluate(lm, records, shifts, make_config(), generate=False)
     roles = {
         "edit": [record.edit for record in records],

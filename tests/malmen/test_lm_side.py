@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -125,3 +126,20 @@ def test_in_bfloat16_any_cut_of_the_work_gives_the_same_within_its_rounding(kind
     for name, grad in grads.items():
         assert grad.dtype == cut_grads[name].dtype == torch.float32 and grad.any()
         assert float((cut_grads[name] - grad).norm() / grad.norm()) < 2**-8
+
+
+@pytest.mark.usefixtures("exact")
+def test_the_coefficient_of_locality_rises_above_its_target_and_falls_below() -> None:
+    setup = make_setup("gpt2", training={"locality_target": 0.5, "locality_coef": 2.0})
+    facts = random_facts(setup.lm, 3)
+    batch, tokens = MetaBatch((), (), facts), sum(len(fact.targets) for fact in facts)
+    side = LMSide(setup.lm, setup.editor.layers, setup.editor.config)
+    assert side.locality_coef == 2.0 and side.meta_loss(MetaLosses(1.0, 0.25)) == 1.5
+    at_target = 0.5 * tokens / len(facts)  # L_loc is per fact, the target per token
+    for locality, change in ((at_target, 0.0), (1.5 * at_target, 0.1 * math.log(1.5)), (0.0, -0.1), (1e9, 0.1)):
+        side.locality_coef = 2.0
+        side.adjust_locality_coef(MetaLosses(1.0, locality), batch)
+        assert side.locality_coef == pytest.approx(2.0 * math.exp(change), rel=1e-12)
+    fixed = LMSide(setup.lm, setup.editor.layers, make_setup("gpt2").editor.config)
+    fixed.adjust_locality_coef(MetaLosses(1.0, 1e9), batch)
+    assert fixed.locality_coef == 0.7

@@ -39,7 +39,7 @@ def _stop_at(step: int) -> Callable[[int, object], None]:
 @pytest.fixture(scope="module")
 def whole(lm: LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
     """A run that nothing interrupted."""
-    return train(make_config(), tmp_path_factory.mktemp("whole"), lm=lm)
+    return train(make_config(locality_target=0.01), tmp_path_factory.mktemp("whole"), lm=lm)
 
 
 @pytest.mark.slow
@@ -48,9 +48,9 @@ def test_a_killed_and_resumed_run_ends_in_the_same_editor(
     lm: LanguageModel, whole: TrainingRun, tmp_path: Path, killed_at: int
 ) -> None:
     with pytest.raises(Stopped):
-        train(make_config(), tmp_path, lm=lm, on_step=_stop_at(killed_at))
+        train(make_config(locality_target=0.01), tmp_path, lm=lm, on_step=_stop_at(killed_at))
     torch.manual_seed(99)  # whatever the process did in between
-    resumed = train(make_config(), tmp_path, lm=lm)  # the same command
+    resumed = train(make_config(locality_target=0.01), tmp_path, lm=lm)  # the same command
     assert [row["step"] for row in resumed.history] == [1, 2, 3, 4, 5, 6]
     lines = (tmp_path / "history.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]

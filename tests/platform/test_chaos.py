@@ -24,7 +24,7 @@ from malmen.training import train as train_alone
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.chaos]
 
-STEPS = {"steps": 8, "checkpoint_every": 3}
+STEPS = {"steps": 8, "checkpoint_every": 3, "locality_target": 0.01}
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 
 from malmen.platform.events import ActorReport, Began, Board, Evaluated, LMReport, Saving, StepDone
 
-LM = LMReport(3, 0.5, 0.25, 0.75, {"trace": 1.0, "send": 0.5}, 1000, 2.5)
+LM = LMReport(3, 0.5, 0.25, 0.75, 1.0, {"trace": 1.0, "send": 0.5}, 1000, 2.5)
 ACTORS = [
     ActorReport(3, 1.5, {"h.1": 2.0}, {"h.1": 1e-3}, {"hypernet": 3.0, "adam": 0.25}, {"rss": 100.0}),
     ActorReport(3, 1.5, {"h.1": 2.0}, {"h.1": 1e-3}, {"hypernet": 2.0, "adam": 0.5}, {"rss": 200.0}),
@@ -22,6 +22,7 @@ def test_a_step_is_a_row_of_the_history() -> None:
         "generalization_loss": 0.5,
         "locality_loss": 0.25,
         "meta_loss": 0.75,
+        "locality_coef": 1.0,
         "grad_norm": 1.5,
         "seconds": {"trace": 1.0, "send": 0.75, "wait": 4.0, "hypernet": 3.0, "adam": 0.5},  # the slowest actor's
         "wall": 5.0,
@@ -47,7 +48,7 @@ def test_a_step_whose_end_no_rank_measured_took_as_long_as_its_stages() -> None:
 
 def test_the_sides_of_different_steps_are_not_joined() -> None:
     with pytest.raises(AssertionError):
-        StepDone.join(LMReport(4, 0.5, 0.25, 0.75, {}, 1000, 2.5), ACTORS, {})
+        StepDone.join(LMReport(4, 0.5, 0.25, 0.75, 1.0, {}, 1000, 2.5), ACTORS, {})
 
 
 # --- the board ---
@@ -79,7 +80,7 @@ def test_the_board_keeps_the_lm_side_of_the_newest_step() -> None:
     board = Board()
     assert board.kept() is None
     for step in (1, 2):
-        board.keep(LMReport(step, 0.5, 0.5, 1.0, {}, 10, 0.0))
+        board.keep(LMReport(step, 0.5, 0.5, 1.0, 1.0, {}, 10, 0.0))
     report = board.kept()
     assert report is not None and report.step == 2
 

@@ -86,6 +86,8 @@ def two_ranks(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         cluster = {"lm_workers": 2, "hypernet_actors": actors, "overlap": True, **changes.pop("cluster", {})}
         return make_platform_config(kind, models, cluster=cluster, **changes)
 
+    own = {"texts": 30, "tokens": 6, "cache_dir": str(tmp_path_factory.mktemp("own_text"))}
+    preserving = {"preserved_weight": 2.0, "learn_preserved_weight": True, "token_weights": "learned"}
     epochs = {"num_edits": 19, "steps": 8, "checkpoint_every": 5}
     configs = {
         **{kind: config(kind, 2, lm=zero3) for kind in KINDS},
@@ -94,6 +96,10 @@ def two_ranks(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         "four epochs": config("gpt2", 1, lm=zero3, training=epochs),
         "float32": config("gpt2", 1, lm=zero3, model={"dtype": "float32"}),
         "preserved": config("t5", 3, lm=zero3, editor={"preserved_weight": 2.0, "preserved_facts": 9}),
+        "own text": config(
+            "gpt2", 2, editor=preserving, data={"unrelated": "self"}, own_text=own, training={"locality_target": 0.01}
+        ),
+        "own text, sharded": config("t5", 1, lm=zero3, editor=preserving, data={"unrelated": "mixed"}, own_text=own),
     }
     return configs, train_in_turn(configs, tmp_path_factory.mktemp("two_ranks"))
 
@@ -109,6 +115,17 @@ def test_two_sharded_lm_ranks_and_two_actors_equal_one_process(kind: str, two_ra
 def test_two_lm_ranks_in_turn_with_one_actor_equal_one_process(two_ranks: Runs, alone: Alone) -> None:
     configs, found = two_ranks
     assert_equal_runs(found["2+1"], alone(configs["2+1"]))
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("name", ["own text", "own text, sharded"])
+def test_two_ranks_that_write_the_models_own_texts_equal_one_process(name: str, two_ranks: Runs, alone: Alone) -> None:
+    configs, found = two_ranks
+    cache = configs[name].own_text.cache_dir
+    assert cache is not None
+    for file in Path(cache).iterdir():  # one process writes its own
+        file.unlink()
+    assert_equal_runs(found[name], alone(configs[name]))
 
 
 def test_one_lm_rank_and_one_actor_equal_one_process(models: Path, tmp_path: Path, alone: Alone) -> None:

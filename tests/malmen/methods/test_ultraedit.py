@@ -23,7 +23,7 @@ FACTS = [record.edit for record in world_records("validation")[:12]]
 @pytest.mark.parametrize("tokens", ["answer", "all"])
 def test_the_shift_is_least_squares_of_normalised_gradients(name: str, tokens: str) -> None:
     settings = {"layers": "last:2", "tokens": tokens, "edit_lr": 0.3, "damping": 0.7}
-    config = Config.model_validate({"baselines": {"ultraedit": settings}})
+    config = Config.model_validate({"baselines": {"ultraedit": settings}, "data": {"append_eos": False}})
     lm = worded_lm(name)
     before = digest(lm), count_hooks(lm)
     method = UltraEdit(lm, config)

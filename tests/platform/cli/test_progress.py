@@ -32,7 +32,12 @@ def test_a_training_run_says_what_it_does_before_between_and_after_its_steps(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     report = StepReport(
-        generalization_loss=1.0, locality_loss=0.5, meta_loss=1.5, grad_norm=2.0, seconds={"trace": 0.25}
+        generalization_loss=1.0,
+        locality_loss=0.5,
+        meta_loss=1.5,
+        locality_coef=1.0,
+        grad_norm=2.0,
+        seconds={"trace": 0.25},
     )
     shares = {"edit_success": 0.5, "generalization_success": 0.25, "locality_success": 1.0, "locality_agreement": None}
     with training_progress(2) as progress:

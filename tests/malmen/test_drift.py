@@ -1,0 +1,81 @@
+"""Drift along the unedited model's own words."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from malmen.config import Config
+from malmen.data.tokens import EncodedFact, make_batches
+from malmen.data.world import world_records
+from malmen.drift import SURE, drift_of_edit, drift_of_rounding
+from malmen.lm.layers import find_layers
+from malmen.lm.model import LanguageModel, load_lm
+from malmen.lm.overlay import edited
+from malmen.lm.own_text import evaluation_texts
+
+CONFIG = Config.model_validate({"own_text": {"tokens": 12}})
+
+
+@pytest.fixture(scope="module")
+def texts(lm: LanguageModel) -> list[EncodedFact]:
+    return evaluation_texts(lm, CONFIG, world_records("validation")[:20], 24)["raw"]
+
+
+def _shifts(lm: LanguageModel, scale: float) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        layer.name: scale * torch.randn(layer.value_size, layer.key_size) for layer in find_layers(lm.model, "last:2")
+    }
+
+
+def test_no_edit_is_no_drift(lm: LanguageModel, texts: list[EncodedFact]) -> None:
+    found = drift_of_edit(lm, texts, {}, 200)
+    assert (found.kl, found.kl_p95, found.agreement, found.sure_agreement) == (0.0, 0.0, 1.0, 1.0)
+    assert (found.unchanged_10, found.unchanged_20) == (1.0, 1.0)
+
+
+def test_drift_is_what_one_text_at_a_time_shows(lm: LanguageModel, texts: list[EncodedFact]) -> None:
+    shifts = _shifts(lm, 0.2)
+    divergences, same, sure = [], [], []
+    for text in texts:
+        (batch,) = make_batches([text], 1, 0)
+        old = lm.log_probs(batch)
+        with edited(lm, shifts):
+            new = lm.log_probs(batch)
+        for token in range(len(text.targets)):
+            divergences.append(float((old[token].exp() * (old[token] - new[token])).sum()))
+            same.append(bool(old[token].argmax() == new[token].argmax()))
+            top = sorted(old[token].tolist())[-2:]
+            sure.append(top[1] - top[0] >= SURE)
+    found = drift_of_edit(lm, texts, shifts, 100)
+    assert_close(found.kl, sum(divergences) / len(divergences), rtol=1e-4, atol=1e-6)
+    assert_close(found.kl_p95, float(torch.tensor(divergences).quantile(0.95)), rtol=1e-4, atol=1e-6)
+    assert found.agreement == pytest.approx(sum(same) / len(same)) and 0 < found.agreement < 1
+    of_sure = [agrees for agrees, certain in zip(same, sure, strict=True) if certain]
+    assert found.sure_agreement == pytest.approx(sum(of_sure) / len(of_sure))
+
+
+def test_a_text_counts_as_unchanged_where_the_edited_model_writes_it_again(
+    lm: LanguageModel, texts: list[EncodedFact]
+) -> None:
+    shifts, records = _shifts(lm, 0.2), world_records("validation")[:20]
+    with edited(lm, shifts):
+        after = evaluation_texts(lm, CONFIG, records, 24)["raw"]
+    same = [old.targets == new.targets for old, new in zip(texts, after, strict=True)]
+    assert 0 < sum(same) < len(same)
+    assert max(len(text.targets) for text in texts) <= 10
+    found = drift_of_edit(lm, texts, shifts, 300)
+    assert found.unchanged_10 == found.unchanged_20 == sum(same) / len(same)
+
+
+def test_the_floor_leaves_the_weights_as_they_were(texts: list[EncodedFact]) -> None:
+    lm = load_lm(Config().model)
+    before = {name: weight.clone() for name, weight in lm.model.named_parameters()}
+    floor = drift_of_rounding(lm, texts, 300)
+    assert floor is not None and 0 < floor.kl < 1e-3
+    for name, weight in lm.model.named_parameters():
+        assert torch.equal(weight, before[name]), name
+    lm.model.to(torch.bfloat16)
+    assert drift_of_rounding(lm, texts, 300) is None  # it is rounded already
