@@ -106,7 +106,8 @@ def lm_role(config: Config, planned: PlannedLM, facts: StepFacts, rehearsed: Reh
             "pages of Ray's object store": store,
         }
         loading = {"weights on their way to the card": planned.loading_bytes(config.model)}
-        hosted |= max(moving, loading, key=lambda part: sum(part.values()))  # at different times
+        at_once = max((moving, loading), key=lambda part: sum(part.values()))  # the weights come before all else
+        hosted |= at_once
     return _role("LM worker", workers, device, process, items, hosted, store, rehearsed.small_peak, total)
 
 
