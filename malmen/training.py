@@ -11,7 +11,7 @@ from typing import Any
 
 from malmen.config import Config, TrainingConfig
 from malmen.data.records import EditRecord, compatible_records
-from malmen.data.sampling import Sampler
+from malmen.data.sampling import OwnText, Sampler
 from malmen.data.splits import (
     check_encodable,
     check_held_out,
@@ -21,7 +21,6 @@ from malmen.data.splits import (
     validation_records,
 )
 from malmen.data.subjects import edits_of
-from malmen.data.tokens import EncodedFact
 from malmen.edit_method import EditMethod
 from malmen.editor import Editor, seeded_editor
 from malmen.errors import EditError
@@ -117,7 +116,7 @@ def train(
 def make_sampler(lm: LanguageModel, config: Config, on_phase: Callable[[str], None] = lambda _text: None) -> Sampler:
     """What draws the facts of each step; it has the model's own texts if the config wants them."""
     records = training_records(config)
-    texts: Sequence[EncodedFact] = ()
+    texts: Sequence[OwnText] = ()
     if config.data.unrelated != "given":
         doing = "the unedited model writes what is to stay as it is"
         on_phase(doing)

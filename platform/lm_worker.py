@@ -13,7 +13,7 @@ from torch import Tensor
 
 from malmen.config import Config
 from malmen.data.records import EditRecord
-from malmen.data.sampling import Sampler
+from malmen.data.sampling import OwnText, Sampler
 from malmen.data.splits import training_records
 from malmen.data.tokens import EncodedFact, MetaBatch, TokenBatch
 from malmen.errors import EditError
@@ -102,7 +102,7 @@ class LMWorker(LMSide):
             tensor.copy_(on_device)
         return tensor
 
-    def _own_texts(self, lm: LanguageModel, config: Config, records: Sequence[EditRecord]) -> Sequence[EncodedFact]:
+    def _own_texts(self, lm: LanguageModel, config: Config, records: Sequence[EditRecord]) -> Sequence[OwnText]:
         if config.data.unrelated == "given":
             return ()
         doing = "writing texts of the unedited model"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -37,6 +38,13 @@ def preserved_facts(config: Config, records: Iterable[EditRecord]) -> list[Fact]
     return facts[: config.editor.preserved_facts]
 
 
+class OwnText(NamedTuple):
+    """A text that the unedited model has written after a prompt."""
+
+    prompt: str
+    fact: EncodedFact
+
+
 @dataclass
 class Sampler:
     """Draws the meta-batch of any step; `records` gives the training records of an epoch."""
@@ -44,7 +52,7 @@ class Sampler:
     config: Config
     encoder: FactEncoder
     records: Callable[[int], list[EditRecord]]
-    own_texts: Sequence[EncodedFact] = ()  # what the unedited model writes, for `data.unrelated`
+    own_texts: Sequence[OwnText] = ()  # what the unedited model writes, for `data.unrelated`
     _epoch: tuple[int, list[EditRecord]] = (-1, [])
 
     def __post_init__(self) -> None:
@@ -95,8 +103,7 @@ class Sampler:
         records = compatible_records(order[place * training.num_edits :] + order, self._num_edits(step))
         equivalents = [fact for record in records for fact in self._equivalents(record, rng)]
         unrelated = [] if self.config.data.unrelated == "self" else self._given(records, rng)
-        number = training.unrelated_per_edit * len(records)
-        unrelated += rng.sample(self.own_texts, min(number, len(self.own_texts)))
+        unrelated += self._own(records, rng)
         if training.locality_tokens == "all":
             unrelated = [fact.throughout() for fact in unrelated]
         return MetaBatch(
@@ -109,7 +116,7 @@ class Sampler:
     def preserved(self) -> list[EncodedFact]:
         """The facts and texts whose keys an edit is to leave alone."""
         given = [] if self.config.data.unrelated == "self" else preserved_facts(self.config, self.records(0))
-        return [*map(self._encode, given), *self.own_texts]
+        return [*map(self._encode, given), *(text.fact for text in self.own_texts)]
 
     def _given(self, records: Sequence[EditRecord], rng: random.Random) -> list[EncodedFact]:
         per_edit = self.config.training.unrelated_per_edit
@@ -118,6 +125,14 @@ class Sampler:
             for facts in unrelated_to_all(records)
             for fact in rng.sample(facts, min(per_edit, len(facts)))
         ]
+
+    def _own(self, records: Sequence[EditRecord], rng: random.Random) -> list[EncodedFact]:
+        """Texts after prompts that no record edits, as many as of given facts."""
+        if not self.own_texts:
+            return []
+        touched = {fact.prompt for record in records for fact in (record.edit, *record.equivalents)}
+        texts = [text.fact for text in self.own_texts if text.prompt not in touched]
+        return rng.sample(texts, min(self.config.training.unrelated_per_edit * len(records), len(texts)))
 
     def _num_edits(self, step: int) -> int:
         """m of this step, log-uniform: as often between 16 and 32 as between 128 and 256."""

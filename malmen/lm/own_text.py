@@ -18,7 +18,8 @@ from typing import Literal, NamedTuple
 import torch
 
 from malmen.config import Config, OwnTextConfig
-from malmen.data.records import EditRecord
+from malmen.data.records import EditRecord, unrelated_to_all
+from malmen.data.sampling import OwnText
 from malmen.data.tokens import EncodedFact
 from malmen.errors import EditError, UsageError
 from malmen.lm.generate import OnProgress, continue_rows
@@ -38,7 +39,8 @@ Gather = Callable[[dict[int, list[list[int]]]], list[dict[int, list[list[int]]]]
 class Start(NamedTuple):
     """What a text is written after."""
 
-    ids: tuple[int, ...]  # of the prompt
+    prompt: str
+    ids: tuple[int, ...]  # of the prompt in its form
     form: Form
     sampled: bool  # drawn, or greedy
 
@@ -68,21 +70,21 @@ def training_starts(lm: LanguageModel, config: Config, records: Iterable[EditRec
     starts = []
     for form in find_forms(lm, own):
         for place, prompt in enumerate(prompts):
-            starts.append(Start(_prompt_ids(lm, config, form, prompt), form, _is_sampled(place, own.sampled)))
+            starts.append(Start(prompt, _prompt_ids(lm, config, form, prompt), form, _is_sampled(place, own.sampled)))
         if form == "raw" and (first := _nothing(lm)):  # drawn, since greedy ones are all the same
-            starts += [Start(first, form, True)] * nothing
+            starts += [Start("", first, form, True)] * nothing
     return starts
 
 
 def evaluation_texts(
-    lm: LanguageModel, config: Config, records: Iterable[EditRecord], number: int,
+    lm: LanguageModel, config: Config, records: Sequence[EditRecord], number: int,
     on_progress: OnProgress | None = None,
 ) -> dict[Form, list[EncodedFact]]:  # fmt: skip
-    """By form, greedy texts after the first `number` different prompts of these records' unrelated facts."""
-    asked = dict.fromkeys(fact.prompt for record in records for fact in record.unrelated)
+    """By form, greedy texts after the first `number` different prompts of unrelated facts that no record edits."""
+    asked = dict.fromkeys(fact.prompt for facts in unrelated_to_all(records) for fact in facts)
     prompts = list(asked)[:number] or openings()[:number]
     forms = find_forms(lm, config.own_text)
-    starts = [Start(_prompt_ids(lm, config, form, prompt), form, False) for form in forms for prompt in prompts]
+    starts = [Start(prompt, _prompt_ids(lm, config, form, prompt), form, False) for form in forms for prompt in prompts]
     texts = write_texts(lm, starts, config.own_text.tokens, config.seed, on_progress=on_progress)
     return {form: texts[place * len(prompts) : (place + 1) * len(prompts)] for place, form in enumerate(forms)}
 
@@ -137,7 +139,7 @@ def own_texts(
     gather: Gather = lambda mine: [mine],
     first: bool = True,
     on_progress: OnProgress | None = None,
-) -> list[EncodedFact]:
+) -> list[OwnText]:
     """The texts for training, of this model, config and records: written once, then read from the cache. Of processes
     that share the work the `first` uses it."""
     starts, own = training_starts(lm, config, records), config.own_text
@@ -146,7 +148,7 @@ def own_texts(
     file = folder / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]}.json"
     known = gather({0: json.loads(file.read_text()) if first and file.is_file() else []})[0][0]
     if known:
-        return [_as_fact(lm, start, ids) for start, ids in zip(starts, known, strict=True)]
+        return [OwnText(start.prompt, _as_fact(lm, start, ids)) for start, ids in zip(starts, known, strict=True)]
     log.info("writing %d texts of the unedited model", len(starts))
     texts = write_texts(lm, starts, own.tokens, config.seed, share=share, gather=gather, on_progress=on_progress)
     if first:
@@ -155,7 +157,7 @@ def own_texts(
             atomic_file(file, json.dumps([fact.targets for fact in texts]))
         except OSError as error:
             raise EditError(f"cannot write to {folder}: {error.strerror}; set own_text.cache_dir") from error
-    return texts
+    return [OwnText(start.prompt, text) for start, text in zip(starts, texts, strict=True)]
 
 
 def user_cache() -> Path:

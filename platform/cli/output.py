@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from malmen.metrics import BEFORE, BY_TOKENS, ENDED, EXACT, METRICS
+from malmen.metrics import BEFORE, BY_TOKENS, ENDED, EXACT, FLOOR, METRICS
 
 if TYPE_CHECKING:
     from malmen.evaluate import FactReport
@@ -21,6 +21,15 @@ out = Console(markup=False, highlight=False)
 err = Console(stderr=True, markup=False, highlight=False)
 
 _ASKED = {"edit": "the edits", "equivalent": "rephrasings", "unrelated": "unrelated"}
+_FORMS = {"raw": "raw prompts", "chat": "the chat template"}
+_DRIFT = {
+    "kl": "KL",
+    "kl_p95": "its 95th percentile",
+    "agreement": "same token",
+    "sure_agreement": "where sure",
+    "unchanged_10": "10 tokens unchanged",
+    "unchanged_20": "20 tokens",
+}
 _COUNTED = {BY_TOKENS: "tokens", EXACT: "whole answers", ENDED: "generated, ends there"}
 
 
@@ -98,9 +107,26 @@ def scores_footer(scores: Mapping[str, Any]) -> str:
     return " · ".join(text.format(factor * scores[name]) for text, name, factor in parts if scores[name] is not None)
 
 
+def drift_table(scores: Mapping[str, Any]) -> Table | None:
+    """`Evaluation.scores`: how far the edited model drifts along the unedited one's own texts, beside the floor."""
+    forms = [form for form in _FORMS if f"own_{form}_kl" in scores]
+    if not forms:
+        return None
+    lines = []
+    for form in forms:
+        for suffix, label in (("", _FORMS[form]), (FLOOR, "  rounding alone")):
+            values = [scores.get(f"own_{form}_{name}{suffix}") for name in _DRIFT]
+            if values[0] is not None:
+                lines.append((label, f"{values[0]:.4f}", f"{values[1]:.4f}", *map(percent, values[2:])))
+    title = "the unedited model's own texts, under the edit: KL in nats per token, the rest in %"
+    return numbers_table(title, ["after", *_DRIFT.values()], lines)
+
+
 def show_scores(scores: Mapping[str, Any]) -> None:
-    """One evaluation as a table and a line below it."""
+    """One evaluation as tables and a line below them."""
     out.print(scores_table(scores))
+    if table := drift_table(scores):
+        out.print(table)
     out.print(scores_footer(scores))
 
 

@@ -6,9 +6,9 @@ from transformers import AutoTokenizer
 
 from malmen.config import Config
 from malmen.data.records import EditRecord, Fact
-from malmen.data.sampling import Sampler, preserved_facts
+from malmen.data.sampling import OwnText, Sampler, preserved_facts
 from malmen.data.splits import training_records
-from malmen.data.tokens import FactEncoder
+from malmen.data.tokens import EncodedFact, FactEncoder
 from malmen.data.world import WORLD_MODEL, world_records
 from malmen.errors import EditError, UsageError
 from malmen.lm.model import LanguageModel, fact_encoder
@@ -115,3 +115,25 @@ def test_what_a_chat_template_adds_to_a_fact_counts_too() -> None:
         sampler.batch(0)
     with pytest.raises(EditError, match="more than max_length 40"):
         sampler.check_lengths()
+
+
+def test_own_texts_are_drawn_instead_of_given_facts_or_beside_them_but_never_of_what_is_edited(
+    lm: LanguageModel,
+) -> None:
+    record = EditRecord(Fact("a?", "b"), (Fact("c?", "b"),), (Fact("d?", "e"), Fact("f?", "g")))
+    encoder = fact_encoder(lm, Config().data)
+    texts = [OwnText(prompt, encoder.encode(Fact(prompt, "h i"))) for prompt in ("a?", "c?", "d?", "j?")]
+    given = {tuple(encoder.encode(fact).targets) for fact in record.unrelated}
+    free = [text.fact for text in texts[2:]]
+
+    def drawn(unrelated: str) -> list[EncodedFact]:
+        training = {"num_edits": 1, "unrelated_per_edit": 2}
+        config = Config.model_validate({"training": training, "data": {"unrelated": unrelated}})
+        own = [] if unrelated == "given" else texts
+        return list(Sampler(config, encoder, lambda _epoch: [record], own).batch(0).unrelated)
+
+    assert {tuple(fact.targets) for fact in drawn("given")} == given and len(drawn("given")) == 2
+    assert sorted(drawn("self"), key=str) == sorted(free, key=str)
+    mixed = drawn("mixed")
+    assert len(mixed) == 4 and {tuple(fact.targets) for fact in mixed[:2]} == given
+    assert sorted(mixed[2:], key=str) == sorted(free, key=str)

@@ -12,7 +12,7 @@ from tiny_models import tiny_lm
 from worded_models import worded_lm
 
 from malmen.config import Config
-from malmen.data.records import EditRecord, Fact
+from malmen.data.records import EditRecord, Fact, unrelated_to_all
 from malmen.data.world import world_records
 from malmen.errors import EditError, UsageError
 from malmen.lm.generate import generate_ids
@@ -27,7 +27,7 @@ def _config(folder: Path, **own: object) -> Config:
 def test_greedy_texts_are_what_the_model_answers_and_end_with_its_end_mark(lm: LanguageModel, tmp_path: Path) -> None:
     records = world_records("validation")[:20]
     texts = evaluation_texts(lm, _config(tmp_path), records, 30)["raw"]
-    prompts = list(dict.fromkeys(fact.prompt for record in records for fact in record.unrelated))[:30]
+    prompts = list(dict.fromkeys(fact.prompt for facts in unrelated_to_all(records) for fact in facts))[:30]
     answers = generate_ids(lm, fact_encoder(lm, Config().data), prompts, 12)
     assert len(texts) == len(prompts) == 30
     for text, prompt, answer in zip(texts, prompts, answers, strict=True):
@@ -69,10 +69,10 @@ def test_texts_are_written_once_and_then_read(lm: LanguageModel, tmp_path: Path)
     first = own_texts(lm, config, records)
     (file,) = tmp_path.iterdir()
     rows = json.loads(file.read_text())
-    assert [text.targets for text in first] == rows
+    assert [text.fact.targets for text in first] == rows
     file.write_text(json.dumps([[7], *rows[1:]]))
     again = own_texts(lm, config, records)
-    assert again[0].targets == [7] and again[1:] == first[1:]
+    assert again[0].fact.targets == [7] and again[1:] == first[1:]
     other = config.model_copy(update={"seed": 1})
     assert own_texts(lm, other, records) != first and len(list(tmp_path.iterdir())) == 2
 
@@ -82,8 +82,8 @@ def test_other_kinds_of_models_write_too(name: str, tmp_path: Path) -> None:
     lm = worded_lm(name) if name == "llama" else load_lm(str(write_model(name, tmp_path / name)))
     record = EditRecord(Fact("a", "b"), unrelated=(Fact("a b c", "d"), Fact("e f", "g")))
     texts = own_texts(lm, _config(tmp_path / "cache", texts=8), [record])
-    assert texts and all(1 <= len(text.targets) <= 12 for text in texts)
-    assert all((text.encoder_ids is None) == (name != "t5") for text in texts)
+    assert texts and all(1 <= len(text.fact.targets) <= 12 for text in texts)
+    assert all((text.fact.encoder_ids is None) == (name != "t5") for text in texts)
 
 
 def test_a_chat_template_is_used_where_there_is_one(lm: LanguageModel, tmp_path: Path) -> None:
