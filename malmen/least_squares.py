@@ -141,30 +141,34 @@ def _sliced_product(left: Tensor, right: Tensor) -> Tensor:
     a gram remains a gram. Plain float32 has no such bound; where the gram is ill-conditioned its error exceeds λ.
     """
     symmetric = left is right
-    left_parts, left_scale = _slices(left)
-    right_parts, right_scale = (left_parts, left_scale) if symmetric else _slices(right)
+    left_exponent = _exponents(left)
+    right_exponent = left_exponent if symmetric else _exponents(right)
     total = left.new_zeros(left.shape[1], right.shape[1], dtype=torch.float64)
-    for start in range(0, left.shape[0], _EXACT_ROWS):
-        rows = slice(start, start + _EXACT_ROWS)
+    for left_rows, right_rows in zip(left.split(_EXACT_ROWS), right.split(_EXACT_ROWS), strict=True):
+        left_parts = _slices(left_rows, left_exponent)
+        right_parts = left_parts if symmetric else _slices(right_rows, right_exponent)
         for i, left_part in enumerate(left_parts):
             for j, right_part in enumerate(right_parts[i:] if symmetric else right_parts, i if symmetric else 0):
-                product, weight = left_part[rows].T @ right_part[rows], 2.0 ** (-_BITS * (i + j))
+                product, weight = left_part.T @ right_part, 2.0 ** (-_BITS * (i + j))
                 total.add_(product, alpha=weight)
                 if symmetric and j > i:
                     total.add_(product.T, alpha=weight)
-    return total.mul_(left_scale[:, None]).mul_(right_scale)
+    return torch.ldexp(torch.ldexp(total, left_exponent[:, None]), right_exponent)
 
 
-def _slices(rows: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Integers up to 2⁷, the largest parts first, and the scale of each column: rows = scale · Σ partᵢ 2⁻⁸ⁱ."""
-    rows = rows.float()
-    largest = rows.abs().amax(0) if len(rows) else rows.new_zeros(rows.shape[1])
-    exponent = largest.frexp().exponent.clamp(min=-100) - (_BITS - 1)  # smaller columns are as good as zero
-    rest, parts = torch.ldexp(rows, -exponent), []
+def _exponents(rows: Tensor) -> Tensor:
+    """The scale of each column, as a power of 2 by which its largest entry becomes 2⁷ at most."""
+    largest = torch.maximum(rows.amax(0), -rows.amin(0)) if len(rows) else rows.new_zeros(rows.shape[1])
+    return largest.float().frexp().exponent.clamp(min=-100) - (_BITS - 1)  # smaller columns are as good as zero
+
+
+def _slices(rows: Tensor, exponents: Tensor) -> list[Tensor]:
+    """Integers up to 2⁷, the largest parts first: rows = 2^exponents · Σ partᵢ 2⁻⁸ⁱ."""
+    rest, parts = torch.ldexp(rows.float(), -exponents), []
     for _ in range(_SLICES):
         parts.append(rest.round())
         rest = (rest - parts[-1]) * 2**_BITS
-    return parts, torch.ldexp(torch.ones_like(largest, dtype=torch.float64), exponent)
+    return parts
 
 
 def _cholesky(gram: Tensor, damping: float) -> Tensor:
