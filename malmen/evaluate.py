@@ -12,11 +12,11 @@ from torch import Tensor
 from malmen.config import Config
 from malmen.data.records import EditRecord, Fact, unrelated_to_all
 from malmen.data.tokens import EncodedFact, FactEncoder, TokenBatch, make_batches
-from malmen.drift import Drift, drift_of_edit, drift_of_rounding
 from malmen.lm.generate import OnProgress, decode, generate_ids, part_of, up_to_the_end
 from malmen.lm.model import LanguageModel, fact_encoder
 from malmen.lm.overlay import Shifts, edited
 from malmen.lm.own_text import evaluation_texts
+from malmen.measure.drift import Drift, drift_of_edit, drift_of_rounding
 from malmen.metrics import BEFORE, BY_TOKENS, ENDED, EXACT, FLOOR, GENERATED, METRICS, FactKind
 
 OWN_TEXTS = 48  # in each form of prompts, where nothing else is said

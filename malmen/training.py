@@ -72,11 +72,8 @@ def train(
     fingerprint = lm.fingerprint()
     on_phase("reading the records")
     sampler, records = _read_data(lm, config, on_phase)
-    editor = (
-        make_editor(lm, config, sampler)
-        if opened.checkpoint is None
-        else load_editor(opened.checkpoint, lm, optimizer=True)
-    )
+    begin = opened.checkpoint
+    editor = make_editor(lm, config, sampler) if begin is None else load_editor(begin, lm, optimizer=True)
     editor.config = config
     opened.begin()
     opened.cut(editor.steps_done)
@@ -92,7 +89,7 @@ def train(
         opened.flush()
         add_scores(folder, step, scores, keep=training.keep_checkpoints)
 
-    not_measured = opened.checkpoint is not None and not read_state(opened.checkpoint)["scores"]
+    not_measured = begin is not None and not read_state(begin)["scores"]
     if not_measured and _is_measured(training, editor.steps_done):  # the run was interrupted just there
         measure()
     while editor.steps_done < training.steps:

@@ -15,6 +15,7 @@ import typer
 
 from malmen import __version__
 from malmen.errors import EditError
+from malmen.platform.cli.capacity import capacity
 from malmen.platform.cli.data import classifier_app, data_app, world_app
 from malmen.platform.cli.edit import edit, evaluate, generate
 from malmen.platform.cli.export import export
@@ -31,6 +32,7 @@ app = typer.Typer(
 app.command("train")(train)
 app.command("edit")(edit)
 app.command("eval")(evaluate)
+app.command("capacity")(capacity)
 app.command("generate")(generate)
 app.command("export")(export)
 app.command("quickstart")(quickstart)

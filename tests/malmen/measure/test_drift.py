@@ -9,11 +9,11 @@ from torch.testing import assert_close
 from malmen.config import Config
 from malmen.data.tokens import EncodedFact, make_batches
 from malmen.data.world import world_records
-from malmen.drift import SURE, drift_of_edit, drift_of_rounding
 from malmen.lm.layers import find_layers
 from malmen.lm.model import LanguageModel, load_lm
 from malmen.lm.overlay import edited
 from malmen.lm.own_text import evaluation_texts
+from malmen.measure.drift import SURE, drift_of_edit, drift_of_rounding
 
 CONFIG = Config.model_validate({"own_text": {"tokens": 12}})
 
