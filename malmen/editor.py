@@ -23,6 +23,7 @@ from malmen.data.records import Fact
 from malmen.errors import EditError, check_base_model
 from malmen.hypernet import HypernetRows, HyperNetwork, Statistics, run_in_batches
 from malmen.least_squares import ROWS_AT_ONCE, NormalEquation, Pullback, token_residuals
+from malmen.lm.devices import slices_products
 from malmen.lm.layers import LayerSpec
 from malmen.lm.trace import Traces, trace
 from malmen.shards import Shards, SolvedShard
@@ -158,7 +159,8 @@ class Editor(nn.Module):
         for name in solved.value_diffs:
             try:
                 rows, preserved = self._weighed(solved, name), self._preserved(name)
-                solved.solutions[name] = self.shards.solve(name, *rows, damping[name], preserved)
+                sliced = slices_products(self.config.editor.products, rows.value_diffs)
+                solved.solutions[name] = self.shards.solve(name, *rows, damping[name], preserved, sliced=sliced)
             except EditError as error:
                 raise EditError(f"layer {name}: {error}") from error
             solved.shifts[name] = solved.solutions[name].shift

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from fractions import Fraction
 from itertools import pairwise
 from math import floor
@@ -64,10 +65,10 @@ class Shards:
         return mine.items()
 
     def solve(
-        self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float, preserved: Tensor | None
+        self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float, preserved: Tensor | None, *, sliced: bool
     ) -> SolvedShard:
         """S* for all tokens of the layer, given this editor's; all editors know the keys to preserve."""
-        return solve_least_squares(keys, value_diffs, damping, preserved)
+        return solve_least_squares(keys, value_diffs, damping, preserved, sliced=sliced)
 
     def sum_shift(self, layer: str, shift: Tensor) -> Tensor:
         """The sum of all editors' shifts of the layer (MEND's way of merging)."""
@@ -107,11 +108,14 @@ SolvedShard = Solution | PartOfDual  # a solution, seen from the tokens of one e
 class ProcessGroupShards(Shards):
     """Editors in processes of their own, one for each rank of torch's default process group."""
 
-    def __init__(self, layer_features: Mapping[str, int]) -> None:
+    def __init__(self, layer_features: Mapping[str, int], seconds: float) -> None:
+        """`seconds`: how long an editor waits for the others in a layer's sum; torch's own bound is half an hour."""
         self.features = dict(layer_features)  # key + value size by layer
         self.world_rank = dist.get_rank()
         self.members = find_members(divide(list(self.features), dist.get_world_size()))
-        self.groups = {layer: dist.new_group(ranks) for layer, ranks in self.members.items() if len(ranks) > 1}
+        shared = {layer: ranks for layer, ranks in self.members.items() if len(ranks) > 1}
+        bound = timedelta(seconds=seconds)
+        self.groups = {layer: dist.new_group(ranks, timeout=bound) for layer, ranks in shared.items()}
 
     def gather_statistics(self, mine: Mapping[str, Statistics]) -> Iterable[tuple[str, Statistics]]:
         """By layer, then by rank."""
@@ -127,18 +131,18 @@ class ProcessGroupShards(Shards):
                 yield layer, Statistics(count[0], mean, squares)
 
     def solve(
-        self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float, preserved: Tensor | None
+        self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float, preserved: Tensor | None, *, sliced: bool
     ) -> SolvedShard:
         """By rows where there are few, else by the sums of the normal equation."""
         if len(self.members[layer]) == 1:
-            return solve_least_squares(keys, value_diffs, damping, preserved)
+            return solve_least_squares(keys, value_diffs, damping, preserved, sliced=sliced)
         counts = self.count_tokens(layer, len(keys))
         if is_dual(sum(counts), keys.shape[1], preserved is not None):  # then (tokens, key) is less to send
             all_keys, all_diffs = (self.gather_rows(layer, rows, counts) for rows in (keys, value_diffs))
             first = sum(counts[: self.members[layer].index(self.world_rank)])
-            solution = DualSolution.of(all_keys, all_diffs, damping)
+            solution = DualSolution.of(all_keys, all_diffs, damping, sliced=sliced)
             return PartOfDual(solution, all_keys, slice(first, first + len(keys)))
-        equation = NormalEquation.of(keys, value_diffs)
+        equation = NormalEquation.of(keys, value_diffs, sliced=sliced)
         self.sum_tensor(layer, equation.gram)
         self.sum_tensor(layer, equation.cross)
         return equation.solve(damping, preserved)

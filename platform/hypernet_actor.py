@@ -28,6 +28,7 @@ from malmen.lm.layers import LayerSpec
 from malmen.lm.trace import LayerTrace, Traces
 from malmen.meta import Stopwatch
 from malmen.platform.cluster import on_given_gpu
+from malmen.platform.collectives import abort_groups, in_words, join_group
 from malmen.platform.events import ActorReport
 from malmen.platform.wire import Arrays, to_array, to_arrays, to_tensor
 from malmen.runs.checkpoint import load_editor, save_checkpoint
@@ -70,6 +71,7 @@ class HypernetActor:
         torch.set_num_threads(threads)
         self.config, self.layers = config, layers
         self.device = resolve_device(on_given_gpu(config.model))
+        torch.backends.cuda.matmul.allow_tf32 = config.editor.tf32  # slices stay exact: TF32 holds integers up to 2¹¹
         self.editor: Editor = seeded_editor(layers, config).to(self.device)
         self.fresh = True
         self.generation: str | None = None
@@ -81,11 +83,20 @@ class HypernetActor:
         self._grads: dict[int, Arrays] = {}  # by step
         self._solved: Solved | None = None
         self._activity = ("waiting to be restored", time.time())
+        self._left: str | None = None  # the healing that it left the group for
+        self._patience = config.cluster.stall_seconds / 2  # actors heal before their run counts as hanging
 
     # --- joining, leaving, restoring ------------------------------------------------------------------
 
-    def leave(self) -> Progress | None:
+    @ray.method(concurrency_group="status")
+    def abort(self, healing: str) -> None:
+        """End a collective in which the working thread waits, so that `leave` need not wait behind it."""
+        if self._left != healing:  # a late call must not end those of the next group
+            abort_groups()
+
+    def leave(self, healing: str) -> Progress | None:
         """Leave the process group, so that peers waiting for it fail at once; how far it is, None if it is fresh."""
+        self._left = healing
         self.generation, self.editor.shards = None, Shards()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -109,9 +120,9 @@ class HypernetActor:
             timeout = timedelta(seconds=seconds)
             store = self._store or dist.TCPStore(*address, world_size, is_master=False, timeout=timeout)
             backend = "nccl" if self.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=store, rank=world_rank, world_size=world_size, timeout=timeout)
+            join_group(backend, store, world_rank, world_size, self._patience)
             features = {layer.name: layer.key_size + layer.value_size for layer in self.layers}
-            self.editor.shards = ProcessGroupShards(features)
+            self.editor.shards = ProcessGroupShards(features, self._patience)
         self.generation = generation
 
     def load(self, checkpoint: str | None) -> int:
@@ -257,7 +268,8 @@ class HypernetActor:
         """What it does inside. No memory or no disk is no loss of the actor: repeating would not help."""
         self._activity = (activity, time.time())
         try:
-            yield
+            with in_words(activity, self._patience):
+                yield
         except (RuntimeError, MemoryError, OSError) as error:
             if message := exhausted(error):
                 raise message from error

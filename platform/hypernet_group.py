@@ -164,7 +164,10 @@ class HypernetGroup:
         seconds = self.config.cluster.wait_seconds
         deadline = time.monotonic() + seconds
         answers: dict[int, Progress | None] = {}
-        pending = {index: (actor.leave.remote(), time.monotonic()) for index, actor in enumerate(self.actors)}
+        healing = uuid.uuid4().hex
+        for actor in self.actors:
+            actor.abort.remote(healing)
+        pending = {index: (actor.leave.remote(healing), time.monotonic()) for index, actor in enumerate(self.actors)}
         while pending:
             ray.wait([ref for ref, _ in pending.values()], timeout=0.5)
             for index, (ref, since) in list(pending.items()):
@@ -181,7 +184,7 @@ class HypernetGroup:
                     if "creation task" in str(error):
                         raise EditError(f"hypernet actor {index} cannot be started: {last_line(error)}") from error
                     time.sleep(0.1)  # between two calls; the answer decides
-                    pending[index] = (actor.leave.remote(), time.monotonic())
+                    pending[index] = (actor.leave.remote(healing), time.monotonic())
                 if time.monotonic() > deadline:
                     free = describe_resources(ray.available_resources())
                     raise EditError(

@@ -20,6 +20,7 @@ from malmen.lm.devices import exhausted, peak_memory_mb
 from malmen.lm.trace import Traces
 from malmen.lm_side import MetaLosses
 from malmen.platform import events
+from malmen.platform.collectives import in_words
 from malmen.platform.hypernet_group import HypernetGroup, HypernetLost
 from malmen.platform.lm_worker import LMWorker
 from malmen.platform.meta_step import meta_step
@@ -58,7 +59,8 @@ def train_loop(settings: Mapping[str, Any]) -> None:
         loop.board.note.remote(f"LM rank {rank}", f"{activity} (pid {os.getpid()})")
 
     try:
-        Rank(loop, LMWorker(loop.config, rank, size, note)).run()
+        with in_words(f"LM rank {rank}", loop.config.cluster.stall_seconds):
+            Rank(loop, LMWorker(loop.config, rank, size, note)).run()
         note("done")
     except (EditError, RuntimeError, MemoryError, OSError) as error:
         message = error if isinstance(error, EditError) else exhausted(error)

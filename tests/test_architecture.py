@@ -163,7 +163,6 @@ TESTED_ELSEWHERE = {  # modules without a mirrored test file, each with where it
     "platform/plan/lm.py": "tests/platform/plan/test_memory.py",
     "platform/plan/output.py": "tests/platform/plan/test_planner.py",
     "platform/plan/shapes.py": "tests/platform/plan/test_planner.py",
-    "platform/plan/timing.py": "tests/platform/plan/test_planner.py",
     "platform/tracking/watcher.py": "tests/platform/tracking/test_tracker.py",
     "platform/train_loop.py": "tests/platform/test_train.py",
     "serve/main.py": "tests/serve/test_app.py",  # which starts it

@@ -46,6 +46,15 @@ class EditorConfig(Section):
     aggregation: Literal["least_squares", "sum"] = Field(
         default="least_squares", description="how shifts are merged; `sum`: MEND"
     )
+    products: Literal["auto", "float64", "sliced"] = Field(
+        default="auto",
+        description="the normal equation's sums over tokens: in `float64`, or `sliced` into exact products in float32; "
+        "`auto`: sliced on a GPU whose float64 is slower than 1/16 of its float32",
+    )
+    tf32: bool = Field(
+        default=False,
+        description="whether hypernet actors on GPUs multiply float32 in TF32: faster, with 11 of 24 bits",
+    )
     regularisation: bool = Field(default=True, description="whether the normal equation is damped by λ")
     rank: int = Field(default=1920, gt=0, description="rank of the hyper-network's linear maps")
     blocks: int = Field(default=2, ge=0, description="number of the hyper-network's residual blocks")

@@ -14,6 +14,7 @@ import torch
 
 from malmen.config import SPLIT, ModelConfig
 from malmen.errors import EditError, UsageError, last_line
+from malmen.lm.cards import find_card
 
 _WIDE = 512  # hidden states below this size gain little by bfloat16
 _WORTH_IT = 1.5  # times as fast, to give up digits for it
@@ -43,6 +44,15 @@ def resolve_dtype(config: ModelConfig, width: int) -> torch.dtype:
     else:
         has_it = width >= _WIDE and bfloat16_gain() >= _WORTH_IT
     return torch.bfloat16 if has_it else torch.float32
+
+
+def slices_products(setting: str, rows: torch.Tensor) -> bool:
+    """Whether `editor.products` means slices for these rows: float64 would lose digits in them, and `auto` wants them
+    only on cards that are known to be slow in float64."""
+    if rows.dtype == torch.float64 or setting != "auto":
+        return rows.dtype != torch.float64 and setting == "sliced"
+    card = find_card(torch.cuda.get_device_name(rows.device)) if rows.device.type == "cuda" else None
+    return card is not None and card.slow_float64
 
 
 @cache

@@ -24,6 +24,7 @@ from transformers import (
     PretrainedConfig,
 )
 from transformers.activations import NewGELUActivation
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from malmen.config import SPLIT, Config, DataConfig, ModelConfig
@@ -171,7 +172,7 @@ def load_lm(config: ModelConfig | str) -> LanguageModel:
     config = ModelConfig(name=config) if isinstance(config, str) else config
     name, options = _location(config)
     device, dtype = resolve_device(config), model_dtype(config)
-    placement = {"device_map": "balanced"} if config.device == SPLIT else {}
+    placement = _placement(config, device)
     with _loading_errors(config):
         kind, _ = _kind_and_config(config)
         model, loading = _LOADERS[kind].from_pretrained(
@@ -184,12 +185,20 @@ def load_lm(config: ModelConfig | str) -> LanguageModel:
             f"the model {config.name!r} has no weights for {missing}: they would be random; "
             "a classifier needs its fine-tuned head, see docs/models.md"
         )
-    if {"cpu", "disk"} & set(getattr(model, "hf_device_map", {}).values()):
+    if config.device == SPLIT and {"cpu", "disk"} & set(getattr(model, "hf_device_map", {}).values()):
         raise EditError(
             f"model.device is `split`, but the {torch.cuda.device_count()} GPUs that this process sees do not hold "
             f"{config.name!r}: give it more GPUs (cluster.lm_gpus, reader.gpus), or a smaller model.dtype"
         )
     return LanguageModel(model if placement else model.to(device), tokenizer, kind)
+
+
+def _placement(config: ModelConfig, device: torch.device) -> dict[str, Any]:
+    """Where from_pretrained puts each weight as it reads it: on the card, without the whole model in the host's memory
+    before. On a CPU it is there anyway, and ZeRO-3 places its parts itself."""
+    if config.device == SPLIT:
+        return {"device_map": "balanced"}
+    return {} if device.type == "cpu" or is_deepspeed_zero3_enabled() else {"device_map": {"": device}}
 
 
 def model_dtype(config: ModelConfig) -> torch.dtype:

@@ -40,6 +40,12 @@ def plan(
     measure: Annotated[bool, typer.Option("--measure", help="measure that rate here instead")] = False,
     lm_memory: Annotated[float | None, typer.Option(min=0, help="GB that each LM worker has")] = None,
     hypernet_memory: Annotated[float | None, typer.Option(min=0, help="GB that each hypernet actor has")] = None,
+    lm_host_memory: Annotated[float | None, typer.Option(min=0, help="GB of its host, beside its GPU")] = None,
+    hypernet_host_memory: Annotated[float | None, typer.Option(min=0, help="the same of an actor")] = None,
+    lm_card: Annotated[
+        str | None, typer.Option(help="its GPU: A10G, A100-80, … (malmen/lm/cards.py); default: this machine's")
+    ] = None,
+    hypernet_card: Annotated[str | None, typer.Option(help="the same of an actor; default: --lm-card")] = None,
     bandwidth: Annotated[float | None, typer.Option(min=0.001, help="GB/s between processes; default 1.25")] = None,
     gather_bandwidth: Annotated[
         float | None, typer.Option(min=0.001, help="GB/s among LM workers; default 1.25, on GPUs 100")
@@ -58,7 +64,20 @@ def plan(
     from malmen.platform.plan.planner import Planner, PlanOptions
 
     planner = Planner(
-        PlanOptions(lm_memory, hypernet_memory, flops, measure, bandwidth, gather_bandwidth, fact_tokens, answer_tokens)
+        PlanOptions(
+            lm_memory=lm_memory,
+            hypernet_memory=hypernet_memory,
+            gflops=flops,
+            measure=measure,
+            bandwidth=bandwidth,
+            gather_bandwidth=gather_bandwidth,
+            fact_tokens=fact_tokens,
+            answer_tokens=answer_tokens,
+            lm_card=lm_card,
+            hypernet_card=hypernet_card,
+            lm_host_memory=lm_host_memory,
+            hypernet_host_memory=hypernet_host_memory,
+        )
     )
     with status("rehearsing a step"):
         needs = planner.plan(load_config(resolve_config(config), overrides or []))

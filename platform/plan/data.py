@@ -46,15 +46,15 @@ class StepFacts:
         return {"edits": self.edits, "equivalents": self.equivalents, "unrelated": self.unrelated}
 
     def recurring(self, config: Config) -> tuple[str, ...]:
-        """The kinds whose facts recur within the run (Sampler.recurring)."""
-        if config.training.steps <= self.num_records // config.training.num_edits:
+        """The kinds whose facts recur within the run (Sampler.recurring); of unknown records none is known to."""
+        if not self.num_records or config.training.steps <= self.num_records // config.training.num_edits:
             return ()
         return ("unrelated",) if config.data.train == "builtin" else tuple(self.by_kind)
 
     def recurring_tokens(self, config: Config, kind: str) -> float:
         """Tokens of all different facts of a kind that the run will draw, roughly."""
         drawn = config.training.steps * sum(fact.length for fact in self.by_kind[kind])
-        return min(drawn, self.pools[kind] * self.num_records) if self.num_records else drawn
+        return min(drawn, self.pools[kind] * self.num_records)
 
 
 def step_facts(
@@ -73,7 +73,7 @@ def step_facts(
         one, number = Fact("", ""), SIZES.get(config.data.format, 0)
         records = [EditRecord(one, (one,) * training.equivalents_per_edit, (one,) * training.unrelated_per_edit)]
         how = "given" if fact_tokens or answer_tokens else "assumed"
-        source = f"{how} lengths, {f'{number:,}' if number else 'an unknown number of'} records"
+        source = f"{how} lengths, {f'{number:,} records as published' if number else 'an unknown number of records'}"
         source += "" if known else f"; {config.data.train} is not on this machine"
     edits = [[encode(record.edit)] for record in records]
     equivalents = [[encode(fact) for fact in record.equivalents or (record.edit,)] for record in records]

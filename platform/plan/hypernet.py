@@ -51,6 +51,7 @@ class RehearsedHypernet:
     theta: int  # the parameters
     norms: int  # the normalisers' statistics, and the moments of keys to preserve
     adam: int
+    layers: int  # that it has tokens of
     features: int  # keys and value gradients
     value_diffs: int
     kept: int  # factors, and what else a solution keeps for the way back
@@ -92,7 +93,8 @@ def rehearse_hypernet(
     with meter.stage(costs, "solve"):
         editor.observe(traces)
         solved = editor.solve(traces, training=True)
-        solved.residuals()
+    with meter:
+        solved.residuals()  # of evaluations, for their memory: a step computes none
     solve_peak, meter.peak = meter.peak, meter.held
     with meter:
         received = torch.promote_types(dtype, torch.float32)
@@ -110,6 +112,7 @@ def rehearse_hypernet(
         theta=theta,
         norms=total_bytes(editor.buffers()),
         adam=2 * theta + 4 * tensors,  # two moments, and its count of steps
+        layers=len(traces),
         features=total_bytes(part for pair in traces.values() for part in pair),
         value_diffs=total_bytes(solved.value_diffs.values()),
         kept=total_bytes(kept),

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from malmen.config import Config
+from malmen.config import Config, ModelConfig
 from malmen.data.tokens import EncodedFact, TokenBatch, make_batches
 from malmen.lm.hooks import replaced_forward
 from malmen.lm.layers import LayerSpec, find_layers
@@ -24,6 +24,7 @@ from malmen.platform.plan.meter import Cost, Meter, total_bytes
 from malmen.platform.plan.shapes import find_skeleton
 
 _LIVE = 10**9  # parameters that DeepSpeed keeps gathered at most (stage3_max_live_parameters, its default)
+_READERS = 4  # threads of transformers that read weights
 _SAMPLE = 256  # facts that are put into micro-batches, at least: more only make more of the same
 
 
@@ -49,6 +50,14 @@ class PlannedLM:
         """Under ZeRO-3, whole weights at one time: DeepSpeed's limit, or the largest single one if that is more."""
         largest = max(parameter.numel() for parameter in self.lm.model.parameters())
         return min(self.num_parameters, max(_LIVE, largest)) * self.lm.dtype.itemsize
+
+    def loading_bytes(self, model: ModelConfig) -> int:
+        """What is in the host's memory at once while weights go to a card: some of them, as read and in their new type;
+        but all of a GGUF file, which transformers unpacks into float32 first."""
+        if model.name.endswith(".gguf"):
+            return 4 * self.num_parameters
+        sharded = any(hasattr(parameter, "ds_id") for parameter in self.lm.model.parameters())
+        return (1 if sharded else _READERS) * 2 * max(parameter.nbytes for parameter in self.lm.model.parameters())
 
     @property
     def edited_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""The memory of an LM worker and of a hypernet actor at their peaks, item by item."""
+"""The memory of an LM worker and of a hypernet actor at their peaks, item by item, on the card and on its host."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ _HOARDED = 0.75  # share of the blocks up to the mmap threshold that glibc keeps
 _LONG_RUN = 60 * MB  # what it keeps in every long run
 _RECORD, _FACT = 5500, 500  # bytes of a parsed record and of an encoded fact
 
-# Assumed, not measured: CUDA's context and workspaces, and the share of its memory that the allocator leaves unused.
-_CUDA = GB
+# Assumed, not measured: CUDA's context and workspaces on the card, its libraries on the host, and the share of a card's
+# memory that the allocator leaves unused.
+_CUDA, _CUDA_HOST = GB, 2 * GB
 _FRAGMENTS = 0.1
+STORE_SHARE = 0.3  # of a node's memory, that Ray gives to its object store; what is beyond it goes to the disk
 
 # Items of an LM worker that change with the time of a step.
 _TRACES, _SHIFTS = "traces of its edits", "shifts and their gradients"
@@ -31,23 +33,37 @@ _MERGED, _MOMENTS = "W + S, or S in the LM's type", "moments of the keys to pres
 
 @dataclass
 class Role:
-    """One process of a role."""
+    """One process of a role. Bytes at the peak, by what it holds."""
 
     name: str
     processes: int
     device: str  # cpu or cuda
-    items: dict[str, int]  # bytes by what a process holds at its peak
-    limit: int = 0  # bytes that it may have
+    items: dict[str, int]  # on its device
+    host: dict[str, int]  # in its node's memory beside a GPU; a process on CPUs has everything in `items`
+    store: int  # of these, in Ray's object store
+    limit: int | None = None  # bytes that it may have; None: unknown
+    host_limit: int | None = None
 
     @property
     def total(self) -> int:
-        """At the peak."""
+        """On its device."""
         return sum(self.items.values())
 
     @property
+    def in_node(self) -> int:
+        """In its node's memory, wherever it computes."""
+        return sum(self.host.values()) if self.device == "cuda" else self.total
+
+    @property
+    def node_limit(self) -> int | None:
+        """Bytes of its node's memory that it may have."""
+        return self.host_limit if self.device == "cuda" else self.limit
+
+    @property
     def fits(self) -> bool:
-        """Whether the limit is enough."""
-        return self.total <= self.limit
+        """Whether the limits are enough; one that is unknown is."""
+        fits = self.limit is None or self.total <= self.limit
+        return fits and (self.node_limit is None or self.in_node <= self.node_limit)
 
 
 def lm_role(config: Config, planned: PlannedLM, facts: StepFacts, rehearsed: RehearsedLM, device: str) -> Role:
@@ -78,11 +94,21 @@ def lm_role(config: Config, planned: PlannedLM, facts: StepFacts, rehearsed: Reh
         "activations and logits of a micro-batch": total - sum(held.values()),
         "cache of what recurs": cache_bytes(config, planned, facts),
     }
+    hosted = {"records and their tokens": facts.num_records * _RECORD + _num_encoded(config, facts) * _FACT}
+    process = _LM_WORKER + _DEEPSPEED * sharded
+    store = 2 * shifts + (1 + overlap) * features
     if device == "cpu":
-        items["records and their tokens"] = facts.num_records * _RECORD + _num_encoded(config, facts) * _FACT
-    process = {"python, torch, ray, transformers": _LM_WORKER + _DEEPSPEED * sharded}
-    pages = 2 * shifts + (1 + overlap) * features
-    return Role("LM worker", workers, device, _items(device, process, items, pages, rehearsed.small_peak, total))
+        items |= hosted
+    else:
+        moving = {
+            "shifts and gradients on their way": 2 * shifts,
+            "traces on their way": features // config.cluster.hypernet_actors,
+            "pages of Ray's object store": store,
+        }
+        loading = {"weights on their way to the card": planned.loading_bytes(config.model)}
+        at_once = max((moving, loading), key=lambda part: sum(part.values()))  # the weights come before all else
+        hosted |= at_once
+    return _role("LM worker", workers, device, process, items, hosted, store, rehearsed.small_peak, total)
 
 
 def hypernet_role(config: Config, rehearsed: RehearsedHypernet, device: str) -> Role:
@@ -107,22 +133,32 @@ def hypernet_role(config: Config, rehearsed: RehearsedHypernet, device: str) -> 
         **held,
         f"activations of {config.batch.hypernet_rows} rows, temporaries": rehearsed.peak - sum(held.values()),
     }
-    process = {"python, torch, ray": _HYPERNET_ACTOR}
-    pages = (1 + bool(config.cluster.overlap)) * rehearsed.features + 2 * rehearsed.shift_grads
-    items = _items(device, process, items, pages, rehearsed.small_peak, rehearsed.peak)
-    return Role("hypernet actor", config.cluster.hypernet_actors, device, items)
+    store = (1 + bool(config.cluster.overlap)) * rehearsed.features + 2 * rehearsed.shift_grads
+    hosted = {
+        "one layer on its way": 2 * max(rehearsed.features, rehearsed.shift_grads) // max(1, rehearsed.layers),
+        "θ and Adam, while a checkpoint is saved": rehearsed.theta + rehearsed.adam,
+        "pages of Ray's object store": store,
+    }
+    actors, peak, small = config.cluster.hypernet_actors, rehearsed.peak, rehearsed.small_peak
+    return _role("hypernet actor", actors, device, _HYPERNET_ACTOR, items, hosted, store, small, peak)
 
 
-def _items(
-    device: str, process: Mapping[str, int], tensors: Mapping[str, float], pages: int, small: int, peak: int
-) -> dict[str, int]:
-    """The tensors with what the process and the allocator add to them; `pages` are of Ray's object store."""
+def _role(
+    name: str, processes: int, device: str, process: int, tensors: Mapping[str, float], hosted: Mapping[str, float],
+    store: int, small: int, peak: int,
+) -> Role:  # fmt: skip
+    """The tensors with what the process, the allocator and Ray's object store add to them."""
+    python = "python, torch, ray" + ", transformers" * (process != _HYPERNET_ACTOR)
     if device == "cpu":
-        kept = {"pages of Ray's object store": pages, "freed, but kept by glibc": _HOARDED * small + _LONG_RUN}
-        items = {**process, **tensors, **kept}
-    else:
-        items = {"CUDA (assumed)": _CUDA, **tensors, "fragments (assumed)": _FRAGMENTS * peak}
-    return {name: round(size) for name, size in items.items() if size > 0}
+        kept = {"pages of Ray's object store": store, "freed, but kept by glibc": _HOARDED * small + _LONG_RUN}
+        return Role(name, processes, device, _held({python: process}, tensors, kept), {}, store)
+    items = _held({"CUDA (assumed)": _CUDA}, tensors, {"fragments (assumed)": _FRAGMENTS * peak})
+    host = _held({f"{python}, CUDA (assumed)": process + _CUDA_HOST}, hosted)
+    return Role(name, processes, device, items, host, store)
+
+
+def _held(*parts: Mapping[str, float]) -> dict[str, int]:
+    return {name: round(size) for part in parts for name, size in part.items() if size > 0}
 
 
 def _num_encoded(config: Config, facts: StepFacts) -> float:

@@ -49,14 +49,17 @@ def seconds(value: float) -> str:
 
 
 def _tables(plan: Plan) -> Iterator[Table]:
-    for role in (plan.lm, plan.hypernet):
-        times = f"{role.processes} × " if role.processes > 1 else ""
-        where = "GPU" if role.device == "cuda" else "CPU"
-        yield numbers_table(
-            f"{times}{role.name} on {where}: {size(role.total)} of {size(role.limit)}",
-            ("held at the peak, by one process", ""),
-            [(name, size(held)) for name, held in role.items.items()],
-        )
+    for role, device in ((plan.lm, plan.devices.lm), (plan.hypernet, plan.devices.hypernet)):
+        name = f"{role.processes} × {role.name}" if role.processes > 1 else role.name
+        for where, held in ((device.name if device.card else "CPU", role.items), ("its host", role.host)):
+            if held:
+                limit = role.host_limit if held is role.host else role.limit
+                of = "an unknown size" if limit is None else size(limit)
+                yield numbers_table(
+                    f"{name} on {where}: {size(sum(held.values()))} of {of}",
+                    ("held at the peak, by one process", ""),
+                    [(item, size(count)) for item, count in held.items()],
+                )
     if plan.equations:
         yield numbers_table(
             "normal equation of each layer, in float64",
@@ -85,11 +88,13 @@ def _tables(plan: Plan) -> Iterator[Table]:
 
 def _verdict(plan: Plan, advice: Sequence[Advice]) -> list[str]:
     if plan.fits:
-        return ["It fits."]
+        unknown = any(role.node_limit is None for role in (plan.lm, plan.hypernet))
+        return ["It fits, as far as limits are known." if unknown else "It fits."]
     lines = [
-        f"Each {role.name} needs {size(role.total)} and has {size(role.limit)}: it does not fit."
+        f"Each {role.name} needs {size(needed)}{where} and has {size(has)}: it does not fit."
         for role in (plan.lm, plan.hypernet)
-        if not role.fits
+        for needed, has, where in ((role.total, role.limit, ""), (role.in_node, role.node_limit, " of its host"))
+        if has is not None and (not where or role.host) and needed > has
     ]
     if plan.machine and plan.machine[0] > plan.machine[1]:
         needed, has = map(size, plan.machine)

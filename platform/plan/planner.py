@@ -14,13 +14,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from malmen.config import SPLIT, Config
-from malmen.lm.devices import resolve_dtype
+from malmen.config import Config
 from malmen.platform.plan.data import StepFacts, count_traced, step_facts
+from malmen.platform.plan.devices import Devices, find_devices, planned_dtype
 from malmen.platform.plan.hypernet import Equation, find_equations, rehearse_hypernet
 from malmen.platform.plan.lm import PlannedLM, RehearsedLM, plan_lm, rehearse_lm
-from malmen.platform.plan.memory import GB, MB, Role, hypernet_role, lm_role
-from malmen.platform.plan.shapes import hidden_size
+from malmen.platform.plan.memory import GB, MB, STORE_SHARE, Role, hypernet_role, lm_role
 from malmen.platform.plan.timing import (
     GATHER,
     NETWORK,
@@ -35,7 +34,6 @@ from malmen.platform.plan.timing import (
 
 T = TypeVar("T")
 
-GPU_MEMORY = 79 * GB  # of a card sold with 80 GB, as torch counts
 DRIVER = 2500 * MB  # the driver and Ray's own processes: 2.8 GB resident as measured, a part of it shared
 
 _FACTS = ("model", "data", "training", "seed")
@@ -60,6 +58,10 @@ class PlanOptions:
     gather_bandwidth: float | None = None  # GB/s of ZeRO-3's gathers
     fact_tokens: int | None = None
     answer_tokens: int | None = None
+    lm_card: str | None = None  # by a name of the table in malmen/lm/cards.py
+    hypernet_card: str | None = None
+    lm_host_memory: float | None = None  # GB of its node beside a GPU
+    hypernet_host_memory: float | None = None
 
 
 @dataclass
@@ -74,6 +76,7 @@ class Plan:
     edit_tokens: int  # traced tokens of one step's edits in one layer, at most
     lm: Role
     hypernet: Role
+    devices: Devices
     machine: tuple[int, int] | None  # bytes of all processes, and of this machine, where the run is to be on it
     transfers: Transfers
     stages: list[Stage]
@@ -112,26 +115,31 @@ class Planner:
 
     def plan(self, config: Config) -> Plan:
         """What a run of this config will need."""
-        options, (device, actor_device), dtype = self.options, find_devices(config), planned_dtype(config)
-        if config.cluster.overlap is None:  # as cluster.size_roles decides on one machine
-            cluster = config.cluster.model_copy(update={"overlap": device != "cpu"})
+        options, devices = self.options, self._devices(config)
+        dtype = planned_dtype(config, devices.lm)
+        if config.cluster.overlap is None:  # as cluster.size_roles decides
+            cluster = config.cluster.model_copy(update={"overlap": devices.lm.kind != "cpu" or not devices.here})
             config = config.model_copy(update={"cluster": cluster})
-        rates = [  # one given for the LM's device does not hold for another
-            find_rates(where, dtype, processes, options.gflops if where == device else None, options.measure)
-            for where, processes in (
-                (device, config.cluster.lm_workers),
-                (actor_device, config.cluster.hypernet_actors),
-            )
+        if config.editor.products == "auto":  # as devices.slices_products decides
+            card = devices.hypernet.card
+            sliced = "sliced" if card is not None and card.slow_float64 else "float64"
+            config = config.model_copy(update={"editor": config.editor.model_copy(update={"products": sliced})})
+        # A rate given for the LM's device does not hold for another.
+        same = options.gflops if devices.hypernet.card == devices.lm.card else None
+        rates = [
+            find_rates(device, dtype, gflops, options.measure)
+            for device, gflops in ((devices.lm, options.gflops), (devices.hypernet, same))
         ]
         model = self._once(plan_lm, config, dtype)
         facts = self._once(step_facts, config, model.lm, options.fact_tokens, options.answer_tokens)
-        rehearsed = self._once(rehearse_lm, config, model, facts, device)
+        rehearsed = self._once(rehearse_lm, config, model, facts, devices.lm.kind)
         hypernet = self._once(rehearse_hypernet, config, model.layers, facts.edits, dtype)
-        lm_process = lm_role(config, model, facts, rehearsed, device)
-        actor = hypernet_role(config, hypernet, actor_device)
+        lm_process = lm_role(config, model, facts, rehearsed, devices.lm.kind)
+        actor = hypernet_role(config, hypernet, devices.hypernet.kind)
         moved = find_transfers(config, model, facts, rehearsed, hypernet)
-        bandwidths = options.bandwidth or NETWORK, options.gather_bandwidth or GATHER[device]
+        bandwidths = options.bandwidth or NETWORK, options.gather_bandwidth or GATHER[devices.lm.kind]
         stages = find_stages(config, rehearsed, hypernet, moved, rates, bandwidths)
+        machine = self._set_limits(config, devices, lm_process, actor)
         return Plan(
             config=config,
             parameters=model.num_parameters,
@@ -141,53 +149,45 @@ class Planner:
             edit_tokens=max(count_traced(model.layers, facts.edits, config.editor.tokens).values()),
             lm=lm_process,
             hypernet=actor,
-            machine=self._set_limits(config, lm_process, actor),
+            devices=devices,
+            machine=machine,
             transfers=moved,
             stages=stages,
             step_seconds=step_seconds(config, stages),
-            assumptions=_assumptions(config, model, facts, rehearsed, rates, bandwidths),
+            assumptions=[
+                *_assumptions(config, model, facts, rehearsed, rates, bandwidths),
+                *_unknown(config, model, facts, [lm_process, actor]),
+            ],
             equations=find_equations(config, model.layers, facts.edits),
         )
 
     def _once(self, make: Callable[..., T], config: Config, *arguments: Any) -> T:
         """What `make` gives; it is called once for all configs that agree in what it depends on."""
         settings = repr(attrgetter(*_DEPENDS_ON[make])(config))
-        key = make, planned_dtype(config), find_devices(config), settings
+        devices = self._devices(config)
+        key = make, planned_dtype(config, devices.lm), devices, settings
         if key not in self._made:
             self._made[key] = make(config, *arguments)
         return cast(T, self._made[key])
 
-    def _set_limits(self, config: Config, lm: Role, actor: Role) -> tuple[int, int] | None:
-        """By option, a GPU's or its share of one, or this machine's: then all processes must fit together."""
+    def _devices(self, config: Config) -> Devices:
+        return find_devices(config, self.options.lm_card, self.options.hypernet_card)
+
+    def _set_limits(self, config: Config, devices: Devices, lm: Role, actor: Role) -> tuple[int, int] | None:
+        """By option, a card's memory or a share of it, or this machine's: then all processes must fit together."""
         has, here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), []
         options, cluster = self.options, config.cluster
-        for role, given, gpus in (
-            (lm, options.lm_memory, cluster.lm_gpus),
-            (actor, options.hypernet_memory, cluster.hypernet_gpus),
+        for role, device, gpus, given, host in (
+            (lm, devices.lm, cluster.lm_gpus, options.lm_memory, options.lm_host_memory),
+            (actor, devices.hypernet, cluster.hypernet_gpus, options.hypernet_memory, options.hypernet_host_memory),
         ):
-            card = round(GPU_MEMORY * min(1.0, gpus or 1.0))
-            role.limit = round(given * GB) if given is not None else card if role.device == "cuda" else has
-            if given is None and role.device == "cpu":
-                here.append(role.total * role.processes)
+            node = has if devices.here else None
+            card = device.card and round(device.card.memory * GB * min(1.0, gpus or 1.0))
+            role.limit = round(given * GB) if given is not None else card or node
+            role.host_limit = round(host * GB) if host is not None else node
+            if devices.here and (host if device.card else given) is None:
+                here.append(role.in_node * role.processes)
         return (DRIVER + sum(here), has) if here else None
-
-
-def find_devices(config: Config) -> tuple[str, str]:
-    """cpu or cuda, of the LM workers and of the actors: as the config says, else as this machine has it."""
-    name, cluster = config.model.device, config.cluster
-    if name == "cpu":
-        return "cpu", "cpu"
-    gpus = torch.cuda.is_available() if cluster.lm_gpus is None else cluster.lm_gpus > 0
-    lm = "cuda" if name.startswith(("cuda", SPLIT)) or gpus else "cpu"
-    actors = lm == "cuda" if cluster.hypernet_gpus is None else cluster.hypernet_gpus > 0
-    return lm, "cuda" if actors else "cpu"
-
-
-def planned_dtype(config: Config) -> torch.dtype:
-    """The LM's, as `model.dtype` says or as its device would have it."""
-    if config.model.dtype == "auto" and find_devices(config)[0] == "cuda":
-        return torch.bfloat16
-    return resolve_dtype(config.model.model_copy(update={"device": "cpu"}), hidden_size(config.model))
 
 
 def _assumptions(
@@ -205,8 +205,26 @@ def _assumptions(
     ]
     if config.lm.sharding == "zero3":
         lines.append(f"ZeRO-3 gathers weights at {bandwidths[1]:g} GB/s, and keeps up to 1e9 of them whole")
-    if "cuda" in find_devices(config):
-        lines.append("the host's memory is not planned: weights pass through it, and Ray's object store is in it")
     if facts.recurring(config):
         lines.append(f"facts that recur within the run: {', '.join(facts.recurring(config))}")
+    return lines
+
+
+def _unknown(config: Config, model: PlannedLM, facts: StepFacts, roles: Sequence[Role]) -> list[str]:
+    """What the plan cannot know, and what would be slow although it fits."""
+    lines = []
+    if not facts.num_records and config.batch.cache_mb and config.batch.cache_dir is None:
+        lines.append(
+            f"whether facts recur is unknown without {config.data.train}: if they do, a cache takes up to "
+            f"{config.batch.cache_mb / 1024:.2f} GB more of each LM worker (batch.cache_mb)"
+        )
+    for role in roles:
+        if role.node_limit is None:
+            option = f"--{role.name.split()[0].lower()}-{'host-' if role.device == 'cuda' else ''}memory"
+            lines.append(f"the memory of the nodes is unknown: give {option} to compare it with {role.name}s")
+        elif role.store > STORE_SHARE * role.node_limit:
+            lines.append(
+                f"Ray's object store holds {role.store / GB:.2f} GB for a {role.name}, more than the "
+                f"{STORE_SHARE:.0%} of its node's memory that Ray gives it: it will write to the disk"
+            )
     return lines

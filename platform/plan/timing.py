@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,18 +16,17 @@ from malmen.errors import UsageError
 from malmen.lm.devices import bfloat16_gain
 from malmen.lm.stem import stem_blocks
 from malmen.platform.plan.data import StepFacts
+from malmen.platform.plan.devices import Device
 from malmen.platform.plan.hypernet import RehearsedHypernet
 from malmen.platform.plan.lm import PlannedLM, RehearsedLM
 from malmen.platform.plan.meter import Cost
 from malmen.shards import divide
 
-# Assumed where nothing is given or measured: FLOP/s and bytes/s. A core: what the machine of docs/plan.md does. A GPU:
-# half of what an A100's data sheet says (bfloat16 312, float32 without TF32 19.5, float64 19.5 TFLOP/s; memory 2 TB/s).
-_PRODUCTS = {
-    "cpu": {torch.bfloat16: 25e9, torch.float32: 50e9, torch.float64: 25e9},  # of one core
-    "cuda": {torch.bfloat16: 156e12, torch.float32: 9.75e12, torch.float64: 9.75e12},
-}
-_MEMORY = {"cpu": 8e9, "cuda": 1e12}
+# Assumed where nothing is given or measured: FLOP/s of a core and bytes/s, as the machine of docs/plan.md does; of a
+# card's data sheet this share.
+_CORE = {torch.bfloat16: 25e9, torch.float32: 50e9, torch.float64: 25e9}
+_MEMORY = 8e9
+_REACHED = 0.5
 _CALL = 1e-5  # seconds of an operation, however small
 
 NETWORK = 1.25  # GB/s between processes: 10 Gbit/s
@@ -64,22 +62,31 @@ class Stage:
 
 
 @lru_cache
-def find_rates(device: str, dtype: torch.dtype, processes: int, gflops: float | None, measure: bool) -> Rates:
+def find_rates(device: Device, dtype: torch.dtype, gflops: float | None, measure: bool) -> Rates:
     """The rate given for this type, measured here, or assumed; other types are in the assumed proportion to it."""
-    threads = max(1, (os.cpu_count() or 1) // processes)
-    factor, where = (1, "half an A100") if device == "cuda" else (threads, f"{threads} of the cores here")
-    assumed = {kind: rate * factor for kind, rate in _PRODUCTS[device].items()}
-    if device == "cpu" and dtype == torch.bfloat16:
-        assumed[dtype] = assumed[torch.float32] * bfloat16_gain()
-    known, rate, memory, source = dtype, assumed[dtype], _MEMORY[device], f"assumed ({where})"
+    assumed, memory = _assumed(device, dtype)
+    known, rate = dtype, assumed[dtype]
+    source = f"{_REACHED:.0%} of the data sheet of {device.name}" if device.card else f"assumed ({device.name})"
     if measure:
-        if device == "cuda":
+        if device.card is not None:
             raise UsageError("--measure measures the CPUs here, but the plan is for GPUs: give --flops")
-        share = min(1.0, threads / torch.get_num_threads())
+        share = min(1.0, device.threads / torch.get_num_threads())
         known, rate, memory, source = torch.float32, gemm_rate() * share, copy_rate() * share, "measured here"
     elif gflops is not None:
         rate, source = gflops * 1e9, "given"
     return Rates({kind: rate * other / assumed[known] for kind, other in assumed.items()}, memory, source)
+
+
+def _assumed(device: Device, dtype: torch.dtype) -> tuple[dict[torch.dtype, float], float]:
+    """FLOP/s by type, and bytes/s; a card without bfloat16 does it, if it must, as float32."""
+    if card := device.card:
+        by_type = {torch.float64: card.float64, torch.float32: card.tf32 if device.tf32 else card.float32}
+        by_type[torch.bfloat16] = card.bfloat16 or card.float32
+        return {kind: rate * 1e12 * _REACHED for kind, rate in by_type.items()}, card.bandwidth * 1e9 * _REACHED
+    rates = {kind: rate * device.threads for kind, rate in _CORE.items()}
+    if dtype == torch.bfloat16:
+        rates[dtype] = rates[torch.float32] * bfloat16_gain()
+    return rates, _MEMORY
 
 
 def gemm_rate(size: int = 1024) -> float:

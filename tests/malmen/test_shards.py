@@ -1,10 +1,17 @@
 from __future__ import annotations
 
+import multiprocessing
+from datetime import timedelta
 from fractions import Fraction
+from multiprocessing.connection import Connection
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.testing import assert_close
 
-from malmen.shards import Share, divide
+from malmen.least_squares import solve_least_squares
+from malmen.shards import ProcessGroupShards, Share, divide
 
 
 @pytest.mark.parametrize("editors", [1, 2, 3, 4, 5, 7, 12])
@@ -30,3 +37,40 @@ def test_layers_are_whole_where_they_can_be(num_layers: int, editors: int) -> No
 def test_every_editor_has_the_same_amount_of_work() -> None:
     for shares in divide(["a", "b"], 3):
         assert sum(share.stop - share.start for share in shares) == Fraction(2, 3)
+
+
+def _solve(rank: int, port: int, tokens: int, answers: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=False, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    keys, diffs = _tokens(tokens)
+    mine = Share("layer", Fraction(rank, 2), Fraction(rank + 1, 2)).rows(tokens)
+    shards = ProcessGroupShards({"layer": 40}, 60)
+    answers.send(
+        [shards.solve("layer", keys[mine], diffs[mine], 0.1, None, sliced=how).shift.tolist() for how in (True, False)]
+    )
+
+
+def _tokens(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(count, 32), torch.randn(count, 8)
+
+
+@pytest.mark.slow  # two processes import torch
+@pytest.mark.parametrize("tokens", [20, 100])  # the dual and the primal form
+def test_two_editors_that_slice_their_products_solve_as_one_that_does_not(tokens: int) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    ranks = [context.Process(target=_solve, args=(rank, store.port, tokens, theirs), daemon=True) for rank in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    try:
+        assert mine.poll(60)
+        sliced, plain = (torch.tensor(shift, dtype=torch.float64) for shift in mine.recv())
+    finally:
+        for rank in ranks:
+            rank.join(30)
+    expected = solve_least_squares(*_tokens(tokens), 0.1).shift
+    assert_close(plain, expected, rtol=1e-9, atol=1e-12)
+    assert_close(sliced, expected, rtol=1e-6, atol=1e-8)
+    assert not torch.equal(sliced, plain)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ from malmen.data.sampling import Sampler
 from malmen.data.splits import training_records
 from malmen.errors import EditError
 from malmen.lm.layers import LayerSpec, find_layers
-from malmen.lm.model import LanguageModel, fact_encoder, load_lm
+from malmen.lm.model import LanguageModel, fact_encoder, load_lm, load_skeleton
 from malmen.lm.trace import Traces
 from malmen.lm_side import LMSide
 from malmen.platform.hypernet_actor import HypernetActor
-from malmen.platform.hypernet_group import HypernetGroup
+from malmen.platform.hypernet_group import HypernetGroup, HypernetLost
 from malmen.platform.wire import to_tensor
 from malmen.runs.storage import RunStore
 from malmen.training import make_editor
@@ -96,6 +97,34 @@ def test_three_actors_that_share_two_layers_equal_one_editor(editor: dict[str, A
     assert_close(found, dict(expected.state_dict()), rtol=1e-9, atol=1e-10)
 
 
+def test_an_actor_that_never_joins_a_collective_is_healed_within_the_bound(tmp_path: Path) -> None:
+    """The layer is shared: actor 0 solves and waits for the sums of actor 1, which is not asked to."""
+    config = make_platform_config(
+        "gpt2", tmp_path, cluster={"hypernet_actors": 2, "stall_seconds": 12}, editor={"layers": "last:1"}
+    )
+    lm = load_lm(config.model)
+    layers = find_layers(lm.model, "last:1")
+    group = HypernetGroup.start(config, layers, str(tmp_path), resources={"num_cpus": 0.1}, threads=1)
+    try:
+        group.heal(lambda: None)
+        traces, start = _traces(lm, layers, config, 0), time.monotonic()
+        group.put_traces(None, 0, traces)
+        with pytest.raises(
+            HypernetLost, match=r"solving held-out edits: another process has not joined a collective .*6 s"
+        ):
+            group._get([group.actors[0].solve.remote(group.generation, None, "float64")])
+        assert 5 < time.monotonic() - start < 12
+        group.put_traces(None, 0, traces)
+        group.actors[0].solve.remote(group.generation, None, "float64")  # and healing, while it waits again
+        assert group.heal(lambda: None) == 0
+        group.put_traces(None, 0, traces)
+        shifts, _ = group.solve(None, "float64")
+        assert_close(dict(shifts), dict(make_editor(lm, config).solve(traces).shifts), rtol=1e-9, atol=1e-12)
+    finally:
+        for actor in group.actors:
+            ray.kill(actor)
+
+
 def test_an_editors_error_reaches_the_asker_as_a_message(tmp_path: Path) -> None:
     config = make_platform_config("gpt2", tmp_path, editor={"regularisation": False, "tokens": "all"})
     lm = load_lm(config.model)
@@ -112,6 +141,13 @@ def test_an_editors_error_reaches_the_asker_as_a_message(tmp_path: Path) -> None
     finally:
         for actor in group.actors:
             ray.kill(actor)
+
+
+def test_an_actor_multiplies_in_tf32_only_where_it_is_asked_to(tmp_path: Path) -> None:
+    for asked in (True, False):
+        config = make_platform_config("gpt2", tmp_path, editor={"tf32": asked})
+        HypernetActor(config, find_layers(load_skeleton(config.model)[0], "last:1"), threads=1)
+        assert torch.backends.cuda.matmul.allow_tf32 is asked
 
 
 def test_a_full_disk_ends_the_run_with_advice_instead_of_losing_the_actor_again_and_again(tmp_path: Path) -> None:

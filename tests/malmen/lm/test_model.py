@@ -7,6 +7,7 @@ import gguf
 import pytest
 import torch
 from gguf_files import write_llama_gguf
+from model_folders import write_model
 from safetensors.torch import load_file, save_file
 from tiny_models import MODELS, random_facts, tiny_lm
 from torch.testing import assert_close
@@ -17,7 +18,7 @@ from malmen.data.tokens import EncodedFact, make_batches
 from malmen.data.world import WORLD_MODEL
 from malmen.errors import EditError, UsageError
 from malmen.lm.layers import find_layers
-from malmen.lm.model import FirstTokenClassifier, LanguageModel, load_lm
+from malmen.lm.model import FirstTokenClassifier, LanguageModel, _placement, load_lm
 from malmen.lm.overlay import edited
 
 
@@ -178,3 +179,36 @@ def test_a_large_model_on_a_cpu_is_warned_of(monkeypatch: pytest.MonkeyPatch) ->
     assert "check model.device, cluster.lm_gpus" in str(lm.slow_place())
     lm.model.to("meta")  # any other device
     assert lm.slow_place() is None
+
+
+# --- straight to the device ---
+
+
+def test_weights_go_straight_to_a_card_and_stay_where_they_are_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    card, cpu, split = torch.device("cuda", 1), torch.device("cpu"), ModelConfig(device="split")
+    assert _placement(ModelConfig(), cpu) == {}
+    assert _placement(ModelConfig(), card) == {"device_map": {"": card}}
+    assert _placement(split, card) == {"device_map": "balanced"}
+    monkeypatch.setattr("malmen.lm.model.is_deepspeed_zero3_enabled", lambda: True)
+    assert _placement(ModelConfig(), card) == {}  # transformers refuses both at once
+
+
+@pytest.mark.parametrize("name", ["builtin", "gpt2", "t5", "bert", "tiny.gguf"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_placed_while_it_is_read_is_the_model_read_and_then_moved(
+    name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way of a card, on the only device there is."""
+    if name == "tiny.gguf":
+        write_llama_gguf(tmp_path / name, _tiny_llama())
+    elif name != "builtin":
+        write_model(name, tmp_path / name)
+    config = ModelConfig(name=name if name == "builtin" else str(tmp_path / name), device="cpu", dtype=dtype)
+    moved = load_lm(config)
+    monkeypatch.setattr("malmen.lm.model._placement", lambda *_: {"device_map": {"": torch.device("cpu")}})
+    placed = load_lm(config)
+    assert not any(hasattr(module, "_hf_hook") for module in placed.model.modules())
+    expected, found = ({**dict(lm.model.named_buffers()), **lm.model.state_dict()} for lm in (moved, placed))
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert found[key].dtype == tensor.dtype and torch.equal(found[key], tensor), key

@@ -15,7 +15,7 @@ from malmen.platform.plan.advice import advise, change
 from malmen.platform.plan.data import step_facts
 from malmen.platform.plan.lm import plan_lm
 from malmen.platform.plan.memory import GB, MB
-from malmen.platform.plan.planner import DRIVER, GPU_MEMORY, Planner, PlanOptions, find_devices, planned_dtype
+from malmen.platform.plan.planner import DRIVER, Planner, PlanOptions
 from malmen.platform.plan.shapes import KNOWN, find_skeleton, known_shape
 
 pytestmark = pytest.mark.slow  # each plan rehearses a step
@@ -130,7 +130,7 @@ def test_without_limits_all_processes_must_fit_into_this_machine_together(
 def test_roles_that_share_a_card_have_their_parts_of_its_memory(planner: Planner) -> None:
     planner.options = replace(planner.options, lm_memory=None, hypernet_memory=None)
     plan = planner.plan(_builtin("model.device=cuda", "cluster.lm_gpus=0.5", "cluster.hypernet_gpus=0.25"))
-    assert (plan.lm.limit, plan.hypernet.limit) == (GPU_MEMORY // 2, GPU_MEMORY // 4)
+    assert (plan.lm.limit, plan.hypernet.limit) == (round(79.1 * GB / 2), round(79.1 * GB / 4))
 
 
 def test_no_advice_is_given_where_none_is_needed_or_nothing_helps(planner: Planner) -> None:
@@ -138,22 +138,6 @@ def test_no_advice_is_given_where_none_is_needed_or_nothing_helps(planner: Plann
     assert advise(planner, planner.plan(config)) == []
     planner.options = replace(planner.options, hypernet_memory=0.1)
     assert advise(planner, planner.plan(config)) == []
-
-
-@pytest.mark.parametrize(
-    ("overrides", "devices", "dtype"),
-    [
-        ([], ("cpu", "cpu"), torch.float32),
-        (["model.device=cuda"], ("cuda", "cuda"), torch.bfloat16),
-        (["cluster.lm_gpus=1", "cluster.hypernet_gpus=0"], ("cuda", "cpu"), torch.bfloat16),
-        (["model.device=cpu", "cluster.lm_gpus=1", "model.dtype=float64"], ("cpu", "cpu"), torch.float64),
-    ],
-)
-def test_gpus_are_planned_where_the_config_asks_for_them(
-    overrides: list[str], devices: tuple[str, str], dtype: torch.dtype
-) -> None:
-    config = _builtin(*overrides)
-    assert (find_devices(config), planned_dtype(config)) == (devices, dtype)
 
 
 # --- without a network -------------------------------------------------------------------------------
@@ -210,6 +194,16 @@ def test_the_command_prints_a_plan(malmen: Run) -> None:
     assert code == 0
 
 
+def test_the_command_names_the_card_and_plans_its_host(malmen: Run) -> None:
+    code, out, _ = malmen(
+        "plan", "builtin", *SMALL, "cluster.lm_gpus=1", "cluster.hypernet_gpus=0", "--lm-card", "L4",
+        "--lm-host-memory", 2, "--hypernet-memory", 64,
+    )  # fmt: skip
+    assert "LM worker on L4" in out and "LM worker on its host" in out and "hypernet actor on CPU" in out
+    assert "rates: LM 50% of the data sheet of L4, " in out
+    assert code == 1 and "of its host and has 2.00 GB: it does not fit" in out
+
+
 def test_a_plan_that_does_not_fit_says_what_would_and_exits_with_1(malmen: Run) -> None:
     code, out, _ = malmen("plan", "builtin", *SMALL, "rank=2048", "--hypernet-memory", 0.52, "--json")
     found = json.loads(out)
@@ -226,6 +220,7 @@ def test_a_plan_that_does_not_fit_says_what_would_and_exits_with_1(malmen: Run) 
     [
         (("--flops", 1, "--measure"), "exclude each other"),
         (("model.device=cuda", "--measure"), "give --flops"),
+        (("cluster.lm_gpus=1", "--lm-card", "X9"), "no card 'X9' in the table"),
         (("layers=last:9",), "K must be 1 to 6"),
         (("rnak=3",), "unknown key"),
     ],
