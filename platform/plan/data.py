@@ -80,10 +80,20 @@ def step_facts(
     unrelated = [[encode(fact) for fact in record.unrelated] for record in records]
     pools = {"edits": edits, "equivalents": equivalents, "unrelated": unrelated}
     tokens = {kind: sum(fact.length for pool in parts for fact in pool) / len(parts) for kind, parts in pools.items()}
+    if config.data.unrelated != "given":
+        own = [[_own_text(config, fact) for fact in pool or edits[0]] for pool in unrelated]
+        mixed = config.data.unrelated == "mixed"
+        length = sum(fact.length for pool in own for fact in pool) / sum(map(len, own))
+        tokens["unrelated"] = mixed * tokens["unrelated"] + config.own_text.texts * length / max(1, number)
+        own = [pool[: training.unrelated_per_edit] for pool in own]
+        given = [pool[: training.unrelated_per_edit] if mixed else [] for pool in unrelated]
+        unrelated = [facts + texts for facts, texts in zip(given, own, strict=True)]
+        source += f"; own texts of {config.own_text.max_tokens} tokens"
+    else:
+        unrelated = [pool[: training.unrelated_per_edit] for pool in unrelated]
     equivalents = [pool[: training.equivalents_per_edit] for pool in equivalents]
     if training.include_edit:
         equivalents = [edit + pool for edit, pool in zip(edits, equivalents, strict=True)]
-    unrelated = [pool[: training.unrelated_per_edit] for pool in unrelated]
     if training.locality_tokens == "all":
         unrelated = [[fact.throughout() for fact in pool] for pool in unrelated]
 
@@ -91,6 +101,14 @@ def step_facts(
         return [fact for index in range(training.num_edits) for fact in parts[index % len(parts)]]
 
     return StepFacts(repeated(edits), repeated(equivalents), repeated(unrelated), tokens, number, source)
+
+
+def _own_text(config: Config, fact: EncodedFact) -> EncodedFact:
+    """A text that the model writes after this fact's prompt; as long as it may become."""
+    written = config.own_text.max_tokens
+    if fact.encoder_ids is not None:
+        return EncodedFact([0] * written, 0, [0] * written, fact.encoder_ids)
+    return EncodedFact([0] * (fact.first + written), fact.first, [0] * written)
 
 
 def count_traced(layers: Sequence[LayerSpec], edits: Sequence[EncodedFact], tokens: str) -> dict[str, int]:

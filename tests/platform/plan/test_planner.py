@@ -53,6 +53,16 @@ def test_a_plan_is_of_a_step_of_the_configs_size() -> None:
 # --- what follows from it ----------------------------------------------------------------------------
 
 
+def test_own_texts_are_planned_as_long_as_they_may_become() -> None:
+    sizes = ("training.num_edits=300", "training.unrelated_per_edit=2", "own_text.max_tokens=7")
+    lm = plan_lm(_builtin(), torch.float32).lm
+    for unrelated, number, own in (("self", 600, 600), ("mixed", 1200, 600)):
+        found = step_facts(_builtin(*sizes, f"data.unrelated={unrelated}"), lm)
+        assert len(found.unrelated) == number
+        assert sum(len(fact.targets) == 7 for fact in found.unrelated) >= own
+        assert found.source.endswith("own texts of 7 tokens")
+
+
 @pytest.mark.parametrize(
     ("role", "more"),
     [
