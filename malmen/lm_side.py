@@ -17,6 +17,7 @@ from malmen.data.records import EditRecord
 from malmen.data.sampling import preserved_facts
 from malmen.data.tokens import EncodedFact, MetaBatch, TokenBatch, make_batches
 from malmen.errors import EditError
+from malmen.lm.answer_rows import answers_only
 from malmen.lm.key_moments import KeySums, layers_at_once
 from malmen.lm.layers import LayerSpec
 from malmen.lm.losses import kl, nll
@@ -123,7 +124,7 @@ class LMSide:
         total, scale = 0.0, 1 / max(1, len(facts))
         height = stem_blocks(self.lm, self.layers) if "equivalents" in self.caches else {}
         for batch, (stem,) in self._with_stems("equivalents", facts, [height]):
-            with edited(self.lm, edit), fill_or_resume(self.lm, stem):
+            with edited(self.lm, edit), fill_or_resume(self.lm, stem), answers_only(self.lm, batch):
                 loss = nll(self.lm.log_probs(batch), batch.targets) * (scale if batch.counts else 0.0)
                 loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
@@ -138,9 +139,10 @@ class LMSide:
         total, scale, coef = 0.0, 1 / max(1, len(facts)), self.config.training.locality_coef
         heights = [stem_blocks(self.lm, self.layers), all_blocks(self.lm) if "unrelated" in self.caches else {}]
         for batch, (stem, top) in self._with_stems("unrelated", facts, heights):
-            with torch.no_grad(), fill_or_resume(self.lm, stem), fill_or_resume(self.lm, top):
+            resumed = (fill_or_resume(self.lm, stem), fill_or_resume(self.lm, top))
+            with torch.no_grad(), resumed[0], resumed[1], answers_only(self.lm, batch):
                 reference = self.lm.log_probs(batch)
-            with edited(self.lm, edit), fill_or_resume(self.lm, stem):
+            with edited(self.lm, edit), fill_or_resume(self.lm, stem), answers_only(self.lm, batch):
                 loss = kl(reference, self.lm.log_probs(batch)) * (scale if batch.counts else 0.0)
                 if coef > 0:
                     (coef * loss).backward()  # type: ignore[no-untyped-call]

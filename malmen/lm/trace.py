@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from malmen.data.tokens import TokenBatch
+from malmen.lm.answer_rows import answer_grads_only, answers_only
 from malmen.lm.hooks import hooked
 from malmen.lm.layers import LayerSpec
 from malmen.lm.losses import nll
@@ -55,7 +57,10 @@ def _trace_batch(
         return output + probes[name]
 
     hooks = [(lm.model.get_submodule(layer.name), partial(probe, layer.name)) for layer in layers]
-    with hooked(hooks), torch.enable_grad():
+    with ExitStack() as spared, hooked(hooks), torch.enable_grad():
+        if tokens == "answer":
+            spared.enter_context(answer_grads_only(lm, batch))
+            spared.enter_context(answers_only(lm, batch))
         edit_loss = nll(lm.log_probs(batch), batch.targets)
     grads = dict(zip(probes, torch.autograd.grad(edit_loss, list(probes.values())), strict=True))
     rows = {}
