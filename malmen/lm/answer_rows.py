@@ -26,8 +26,8 @@ Forward = Callable[[Tensor], Tensor]
 
 @contextmanager
 def answers_only(lm: LanguageModel, batch: TokenBatch) -> Iterator[None]:
-    """Inside, the FFN of a decoder's last block and the last linear of its attention run at the batch's answer positions;
-    elsewhere they give zero. Those whose names are unknown run as they are. Enter it within `edited`."""
+    """Inside, the FFN of a decoder's last block and the last linear of its attention run at the batch's answer
+    positions; elsewhere they give zero. Those whose names are unknown run as they are. Enter it within `edited`."""
     last = own_token_linears(lm.blocks("decoder")[-1]) if lm.kind == "decoder" else []
     with _replaced(last, batch.answer_mask, _forward_at):
         yield
@@ -35,8 +35,8 @@ def answers_only(lm: LanguageModel, batch: TokenBatch) -> Iterator[None]:
 
 @contextmanager
 def answer_grads_only(lm: LanguageModel, batch: TokenBatch) -> Iterator[None]:
-    """Inside, linears pass gradients back at the batch's answer positions only, where those of all values are then right.
-    No weight may take a gradient."""
+    """Inside, a decoder's linears pass gradients back at the batch's answer positions only: there those of all values
+    are right. No weight may take a gradient."""
     blocks = lm.blocks("decoder") if lm.kind == "decoder" else ()
     linears = [part for block in blocks for part in block.modules() if is_linear(part)]
     # DeepSpeed gathers a sharded weight for torch's own backward only.
