@@ -23,6 +23,7 @@ from malmen.data.records import Fact
 from malmen.errors import EditError, wrong_base_model
 from malmen.hypernet import HypernetRows, HyperNetwork, Statistics, run_in_batches
 from malmen.least_squares import ROWS_AT_ONCE, NormalEquation, Pullback, token_residuals
+from malmen.lm.devices import release_freed_memory
 from malmen.lm.layers import LayerSpec
 from malmen.lm.trace import Traces, trace
 from malmen.shards import Shards, SolvedShard
@@ -172,6 +173,8 @@ class Editor(nn.Module):
                 raise EditError(f"layer {name}: {error}") from error
             solved.shifts[name] = solved.solutions[name].shift
         _check_finite(solved.shifts)
+        if training:
+            release_freed_memory()
         return solved
 
     @torch.no_grad()
@@ -199,11 +202,12 @@ class Editor(nn.Module):
         }
 
     def backward(self, solved: Solved, shift_grads: Mapping[str, Tensor]) -> None:
-        """Stages (v)–(vii): add ∇_θ L_meta, given ∇_W̃ L_meta of each layer, to the gradients of θ."""
+        """Stages (v)–(vii): add ∇_θ L_meta, given ∇_W̃ L_meta of each layer, to the gradients of θ. It uses up the
+        solutions of `solved`."""
         pullbacks: dict[str, Pullback] = {}
         damping = self.damping()
-        for name, solution in solved.solutions.items():
-            pullbacks[name] = solution.pull_back(shift_grads[name], solved.traces[name].keys)
+        for name in list(solved.solutions):
+            pullbacks[name] = solved.solutions.pop(name).pull_back(shift_grads[name], solved.traces[name].keys)
             if self.config.editor.regularisation and self.shards.leads(name):
                 self._add_log_damping_grad(name, pullbacks[name].damping_grad * damping[name])
         for shape in self.groups:
@@ -211,6 +215,7 @@ class Editor(nn.Module):
             for batch in batches:
                 self._proxy_loss(batch, solved.traces, pullbacks, shift_grads).backward()  # type: ignore[no-untyped-call]
         solved.kept.clear()
+        release_freed_memory()
 
     def step(self) -> None:
         """Sum the gradients over the shards, clip them, take one Adam step, clear them."""

@@ -18,6 +18,7 @@ from malmen.data.sampling import preserved_facts
 from malmen.data.tokens import EncodedFact, MetaBatch, TokenBatch, make_batches
 from malmen.errors import EditError
 from malmen.lm.answer_rows import answers_only
+from malmen.lm.devices import release_freed_memory
 from malmen.lm.key_moments import KeySums, layers_at_once
 from malmen.lm.layers import LayerSpec
 from malmen.lm.losses import kl, nll
@@ -117,6 +118,7 @@ class LMSide:
         grads = {name: self.sum(collected[name].to(self.lm.device)) for name in shifts}  # in this order everywhere
         losses = MetaLosses(*self.sum(torch.tensor(mine, dtype=torch.float64)).tolist())
         self._check_finite(losses, grads, step, batch)
+        release_freed_memory()
         return losses, grads
 
     def generalization_backward(self, edit: Overlay, facts: Sequence[EncodedFact]) -> float:
@@ -139,15 +141,19 @@ class LMSide:
         total, scale, coef = 0.0, 1 / max(1, len(facts)), self.config.training.locality_coef
         heights = [stem_blocks(self.lm, self.layers), all_blocks(self.lm) if "unrelated" in self.caches else {}]
         for batch, (stem, top) in self._with_stems("unrelated", facts, heights):
-            resumed = (fill_or_resume(self.lm, stem), fill_or_resume(self.lm, top))
-            with torch.no_grad(), resumed[0], resumed[1], answers_only(self.lm, batch):
-                reference = self.lm.log_probs(batch)
-            with edited(self.lm, edit), fill_or_resume(self.lm, stem), answers_only(self.lm, batch):
-                loss = kl(reference, self.lm.log_probs(batch)) * (scale if batch.counts else 0.0)
-                if coef > 0:
-                    (coef * loss).backward()  # type: ignore[no-untyped-call]
+            loss = self._drift(edit, batch, stem, top) * (scale if batch.counts else 0.0)
+            if coef > 0:
+                (coef * loss).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         return total
+
+    def _drift(self, edit: Overlay, batch: TokenBatch, stem: Stem, top: Stem) -> Tensor:
+        """Σ KL of the edited model from the unedited one; what each computes over the vocabulary ends with the loss."""
+        resumed = (fill_or_resume(self.lm, stem), fill_or_resume(self.lm, top))
+        with torch.no_grad(), resumed[0], resumed[1], answers_only(self.lm, batch):
+            reference = self.lm.log_probs(batch)
+        with edited(self.lm, edit), fill_or_resume(self.lm, stem), answers_only(self.lm, batch):
+            return kl(reference, self.lm.log_probs(batch))
 
     def _with_stems(
         self, kind: str, facts: Sequence[EncodedFact], heights: Sequence[Height]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import resource
 import socket
@@ -77,3 +78,11 @@ def peak_memory_mb() -> dict[str, float]:
     if torch.cuda.is_available():
         peaks["gpu"] = round(torch.cuda.max_memory_allocated() / 2**20, 1)
     return peaks
+
+
+def release_freed_memory() -> None:
+    """Give the system what glibc keeps of freed blocks, which may be half of a process. Takes milliseconds: call it at
+    the end of a stage, not in a loop. Does nothing with another C library."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)

@@ -41,7 +41,8 @@ def trace(lm: LanguageModel, layers: Sequence[LayerSpec], batches: Iterable[Toke
         traced = _trace_batch(lm, layers, batch.to(lm.device), tokens)
         for name, rows in traced.items() if batch.counts else ():
             parts[name].append(rows)
-    return {layer.name: _in_order(parts[layer.name]) if parts[layer.name] else _nothing(lm, layer) for layer in layers}
+    # `pop`: while one layer's rows are put in order, they alone are held twice.
+    return {layer.name: _in_order(lm, layer, parts.pop(layer.name)) for layer in layers}
 
 
 def _trace_batch(
@@ -77,12 +78,11 @@ def rows_at(mask: Tensor, seen: Tensor) -> Tensor:
     return seen.reshape(*mask.shape, seen.shape[-1])[mask.to(seen.device)]
 
 
-def _in_order(parts: list[tuple[Tensor, ...]]) -> LayerTrace:
+def _in_order(lm: LanguageModel, layer: LayerSpec, parts: list[tuple[Tensor, ...]]) -> LayerTrace:
+    if not parts:
+        sizes = (layer.key_size, layer.value_size)
+        return LayerTrace(*(torch.zeros(0, size, dtype=lm.dtype, device=lm.device) for size in sizes))
     keys, value_grads, facts = (torch.cat(rows) for rows in zip(*parts, strict=True))
+    parts.clear()
     order = facts.argsort(stable=True)
     return LayerTrace(keys[order], value_grads[order])
-
-
-def _nothing(lm: LanguageModel, layer: LayerSpec) -> LayerTrace:
-    sizes = (layer.key_size, layer.value_size)
-    return LayerTrace(*(torch.zeros(0, size, dtype=lm.dtype, device=lm.device) for size in sizes))

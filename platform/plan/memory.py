@@ -93,8 +93,8 @@ def hypernet_role(config: Config, rehearsed: RehearsedHypernet, device: str) -> 
         f"factors ({' and '.join(sorted(rehearsed.forms))})": rehearsed.kept,
         "shifts in float64": rehearsed.shifts,
     }
-    if rehearsed.backward_peak >= rehearsed.solve_peak:
-        held |= {
+    if rehearsed.backward_peak >= rehearsed.solve_peak:  # which uses up the factors
+        held = {item: size for item, size in held.items() if not item.startswith("factors")} | {
             "shift gradients": rehearsed.shift_grads,
             "pullbacks": rehearsed.pullbacks,
             "gradient of θ": rehearsed.theta,
