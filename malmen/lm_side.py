@@ -165,7 +165,9 @@ class LMSide:
         if cache is not None:
             pairs = cache.split(cache_kinds(self.lm, *heights), fresh)
             known, fresh = ([fact for _, fact in part] for part in pairs)
-        for batch in self.cut(fresh):
+        for number, batch in enumerate(self.cut(fresh)):
+            if number:
+                release_freed_memory()  # micro-batches of many shapes fragment the heap
             batch, stems = batch.to(self.lm.device), [Stem(height) for height in heights]
             yield batch, stems
             if cache is not None:

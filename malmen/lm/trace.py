@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from malmen.data.tokens import TokenBatch
 from malmen.lm.answer_rows import answer_grads_only, answers_only
+from malmen.lm.devices import release_freed_memory
 from malmen.lm.hooks import hooked
 from malmen.lm.layers import LayerSpec
 from malmen.lm.losses import nll
@@ -37,7 +38,9 @@ def trace(lm: LanguageModel, layers: Sequence[LayerSpec], batches: Iterable[Toke
     takes a gradient. L is a sum over tokens, so batches do not mix. Rows come in the order of the facts.
     """
     parts: dict[str, list[tuple[Tensor, ...]]] = {layer.name: [] for layer in layers}
-    for batch in batches:
+    for number, batch in enumerate(batches):
+        if number:
+            release_freed_memory()  # micro-batches of many shapes fragment the heap
         traced = _trace_batch(lm, layers, batch.to(lm.device), tokens)
         for name, rows in traced.items() if batch.counts else ():
             parts[name].append(rows)
