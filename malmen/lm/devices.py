@@ -86,8 +86,8 @@ def peak_memory_mb() -> dict[str, float]:
 
 def release_freed_memory() -> None:
     """Give the system what glibc keeps of freed blocks, which may be half of a process. Takes milliseconds and page
-    faults afterwards: call it after work of seconds. From then on blocks of 16 MB, not 32 as by default, go back as soon as they are
-    freed, unless the environment says otherwise. Does nothing with another C library."""
+    faults afterwards: call it after work of seconds. From then on blocks of 16 MB, not 32 as by default, go back as
+    soon as they are freed, unless the environment says otherwise. Does nothing with another C library."""
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
     if not hasattr(library, "malloc_trim") or not hasattr(library, "mallopt"):
         return
