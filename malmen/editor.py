@@ -173,7 +173,7 @@ class Editor(nn.Module):
                 raise EditError(f"layer {name}: {error}") from error
             solved.shifts[name] = solved.solutions[name].shift
         _check_finite(solved.shifts)
-        if training:
+        if training and not solved.kept:  # so many rows that memory matters more than the page faults this costs
             release_freed_memory()
         return solved
 
@@ -205,7 +205,9 @@ class Editor(nn.Module):
         """Stages (v)–(vii): add ∇_θ L_meta, given ∇_W̃ L_meta of each layer, to the gradients of θ. It uses up the
         solutions of `solved`."""
         pullbacks: dict[str, Pullback] = {}
-        damping = self.damping()
+        damping, in_batches = self.damping(), not solved.kept
+        if in_batches:
+            release_freed_memory()
         for name in list(solved.solutions):
             pullbacks[name] = solved.solutions.pop(name).pull_back(shift_grads[name], solved.traces[name].keys)
             if self.config.editor.regularisation and self.shards.leads(name):
@@ -215,7 +217,8 @@ class Editor(nn.Module):
             for batch in batches:
                 self._proxy_loss(batch, solved.traces, pullbacks, shift_grads).backward()  # type: ignore[no-untyped-call]
         solved.kept.clear()
-        release_freed_memory()
+        if in_batches:
+            release_freed_memory()
 
     def step(self) -> None:
         """Sum the gradients over the shards, clip them, take one Adam step, clear them."""

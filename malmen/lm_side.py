@@ -118,7 +118,6 @@ class LMSide:
         grads = {name: self.sum(collected[name].to(self.lm.device)) for name in shifts}  # in this order everywhere
         losses = MetaLosses(*self.sum(torch.tensor(mine, dtype=torch.float64)).tolist())
         self._check_finite(losses, grads, step, batch)
-        release_freed_memory()
         return losses, grads
 
     def generalization_backward(self, edit: Overlay, facts: Sequence[EncodedFact]) -> float:
