@@ -3,7 +3,8 @@
     python benchmarks/memory.py [--edits 32 128 512 2048] [--ways single roles concatenated] [--plot FILE.png]
 
 - single: `malmen.meta.meta_step` in one process;
-- roles: one step on the platform, one LM worker and one hypernet actor, each process by itself;
+- roles: one step on the platform, one LM worker and one hypernet actor, each process by itself; also without the shared
+  memory of Ray's object store;
 - concatenated: the same step as MEND would do it, the hyper-network and the language model in one graph that autograd
   goes back through: same shifts, same gradient, no batches.
 
@@ -17,12 +18,17 @@ import argparse
 import json
 import os
 import random
+import re
 import resource
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 from distributed_step import write_model
@@ -85,10 +91,48 @@ def measure_roles(args: argparse.Namespace) -> dict[str, Any]:
             training={"num_edits": args.edits[0], "steps": 1, "eval_edits": 2},
             data=data,
         )
-        history = train(config, Path(folder) / "run").history
+        with watched({"LM worker": "RayTrainWorker", "hypernet actor": "HypernetActor"}) as unshared:
+            history = train(config, Path(folder) / "run").history
     (step,) = [row for row in history if "hypernet_memory" in row]
     lm_memory = [row for row in history if "lm_memory" in row][-1]["lm_memory"]
-    return {"peak_rss_mb": {"LM worker": lm_memory[0]["rss"], "hypernet actor": step["hypernet_memory"][0]["rss"]}}
+    resident = {"LM worker": lm_memory[0]["rss"], "hypernet actor": step["hypernet_memory"][0]["rss"]}
+    return {"peak_rss_mb": resident, "peak_unshared_mb": unshared}
+
+
+@contextmanager
+def watched(titles: dict[str, str], seconds: float = 0.02) -> Iterator[dict[str, int]]:
+    """By role, the most memory in MB that a process of its title holds inside, without the pages of Ray's object store
+    that it has touched: those are shared, and stay with a process after the objects are gone."""
+    peaks: dict[str, int] = {}
+    over = Event()
+
+    def watch() -> None:
+        places: dict[Path, str] = {}
+        for turn in count():
+            if turn % 50 == 0:
+                lines = {file.parent: _read(file) for file in Path("/proc").glob("[0-9]*/cmdline")}
+                places = {pid: role for role, title in titles.items() for pid, line in lines.items() if title in line}
+            for process, role in places.items():
+                fields = dict(re.findall(r"(Rss\w+):\s+(\d+) kB", _read(process / "status")))
+                held = sum(int(fields.get(name, 0)) for name in ("RssAnon", "RssFile"))
+                peaks[role] = max(peaks.get(role, 0), held // 1024)
+            if over.wait(seconds):
+                return
+
+    thread = Thread(target=watch)
+    thread.start()
+    try:
+        yield peaks
+    finally:
+        over.set()
+        thread.join()
+
+
+def _read(file: Path) -> str:
+    """Its text; nothing if the process has ended."""
+    with suppress(OSError):
+        return file.read_text(errors="replace")
+    return ""
 
 
 def measure_concatenated(args: argparse.Namespace) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from malmen.data.records import Fact
 from malmen.errors import EditError, check_base_model
 from malmen.hypernet import HypernetRows, HyperNetwork, Statistics, run_in_batches
 from malmen.least_squares import ROWS_AT_ONCE, NormalEquation, Pullback, token_residuals
-from malmen.lm.devices import slices_products
+from malmen.lm.devices import release_freed_memory, slices_products
 from malmen.lm.layers import LayerSpec
 from malmen.lm.trace import Traces, trace
 from malmen.shards import Shards, SolvedShard
@@ -165,6 +165,8 @@ class Editor(nn.Module):
                 raise EditError(f"layer {name}: {error}") from error
             solved.shifts[name] = solved.solutions[name].shift
         finite(solved.shifts, "check the value gradients and the editor")
+        if training and not solved.kept:
+            release_freed_memory()  # memory matters more for so many rows than the page faults this costs
         return solved
 
     @torch.no_grad()
@@ -179,8 +181,7 @@ class Editor(nn.Module):
                 )
                 for name in traces
             }
-        solved = Solved(traces, {})
-        solved.value_diffs, solved.weight_roots = self._value_diffs(traces, None)
+        solved = Solved(traces, {}, {}, *self._value_diffs(traces, None))
         return {name: self._weighed(solved, name) for name in solved.value_diffs}
 
     def solve_equations(self, equations: Mapping[str, NormalEquation]) -> dict[str, Tensor]:
@@ -193,10 +194,14 @@ class Editor(nn.Module):
         }
 
     def backward(self, solved: Solved, shift_grads: Mapping[str, Tensor]) -> None:
-        """Stages (v)–(vii): add ∇_θ L_meta, given ∇_W̃ L_meta of each layer, to the gradients of θ."""
+        """Stages (v)–(vii): add ∇_θ L_meta, given ∇_W̃ L_meta of each layer, to the gradients of θ. It uses up the
+        solutions of `solved`."""
         pullbacks: dict[str, Pullback] = {}
-        damping = self.damping()
-        for name, solution in solved.solutions.items():
+        damping, in_batches = self.damping(), not solved.kept
+        if in_batches:
+            release_freed_memory()
+        for name in list(solved.solutions):
+            solution = solved.solutions.pop(name)
             pullbacks[name] = solution.pull_back(shift_grads[name], self._weighed(solved, name).keys)
             if self.shards.leads(name):
                 self._scalars_backward(name, solution.shift, pullbacks[name], damping[name])
@@ -205,6 +210,8 @@ class Editor(nn.Module):
             for batch in batches:
                 self._proxy_loss(batch, solved, pullbacks, shift_grads).backward()  # type: ignore[no-untyped-call]
         solved.kept.clear()
+        if in_batches:
+            release_freed_memory()
 
     def step(self) -> None:
         """Sum the gradients over the shards, clip them, take one Adam step, clear them."""

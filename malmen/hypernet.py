@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,8 +92,29 @@ class LowRankBlock(nn.Module):
 
     def forward(self, layers: Tensor, rows: Tensor) -> Tensor:
         change = nn.functional.linear(nn.functional.linear(rows, self.down), self.up, self.bias)
-        # clamp, not relu: all changes are exactly 0 at the start, where relu has no gradient and clamp has.
-        return rows + (change * self.scale[layers] + self.shift[layers]).clamp(min=0)
+        return _AddPositive.apply(rows, change, self.scale, self.shift, layers)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _AddPositive(torch.autograd.Function):
+    """rows + max(0, scale_ℓ ⊙ change + shift_ℓ); keeps half of what autograd would.
+
+    Where the sum is exactly 0 the gradient passes, unlike relu's: at the start all sums are.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, change: Tensor, scale: Tensor, shift: Tensor, layers: Tensor) -> Tensor:
+        added = (scale[layers] * change).add_(shift[layers])
+        negative = added < 0
+        ctx.save_for_backward(change, negative, scale, layers)
+        return added.masked_fill_(negative, 0).add_(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        change, negative, scale, layers = ctx.saved_tensors
+        added_grad = grad.masked_fill(negative, 0)
+        shift_grad = torch.zeros_like(scale).index_put_((layers,), added_grad, accumulate=True)
+        scale_grad = torch.zeros_like(scale).index_put_((layers,), added_grad * change, accumulate=True)
+        return grad, added_grad.mul_(scale[layers]), scale_grad, shift_grad, None
 
 
 class HyperNetwork(nn.Module):

@@ -15,6 +15,8 @@ from torch import Tensor
 from malmen.config import Config
 from malmen.data.tokens import EncodedFact, MetaBatch, TokenBatch, make_batches
 from malmen.errors import EditError
+from malmen.lm.answer_rows import answers_only
+from malmen.lm.devices import release_freed_memory
 from malmen.lm.key_moments import KeySums, layers_at_once
 from malmen.lm.layers import LayerSpec
 from malmen.lm.losses import kl, nll
@@ -135,7 +137,7 @@ class LMSide:
         total, scale = 0.0, 1 / max(1, len(facts))
         height = stem_blocks(self.lm, self.layers) if "equivalents" in self.caches else {}
         for batch, (stem,) in self._with_stems("equivalents", facts, [height]):
-            with edited(self.lm, edit), fill_or_resume(self.lm, stem):
+            with edited(self.lm, edit), fill_or_resume(self.lm, stem), answers_only(self.lm, batch):
                 loss = nll(self.lm.log_probs(batch), batch.targets) * (scale if batch.counts else 0.0)
                 loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
@@ -150,14 +152,19 @@ class LMSide:
         total, scale, coef = 0.0, 1 / max(1, len(facts)), self.locality_coef
         heights = [stem_blocks(self.lm, self.layers), all_blocks(self.lm) if "unrelated" in self.caches else {}]
         for batch, (stem, top) in self._with_stems("unrelated", facts, heights):
-            with torch.no_grad(), fill_or_resume(self.lm, stem), fill_or_resume(self.lm, top):
-                reference = self.lm.log_probs(batch)
-            with edited(self.lm, edit), fill_or_resume(self.lm, stem):
-                loss = kl(reference, self.lm.log_probs(batch)) * (scale if batch.counts else 0.0)
-                if coef > 0:
-                    (coef * loss).backward()  # type: ignore[no-untyped-call]
+            loss = self._drift(edit, batch, stem, top) * (scale if batch.counts else 0.0)
+            if coef > 0:
+                (coef * loss).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         return total
+
+    def _drift(self, edit: Overlay, batch: TokenBatch, stem: Stem, top: Stem) -> Tensor:
+        """Σ KL of the edited model from the unedited one; what each computes over the vocabulary ends with the loss."""
+        resumed = (fill_or_resume(self.lm, stem), fill_or_resume(self.lm, top))
+        with torch.no_grad(), resumed[0], resumed[1], answers_only(self.lm, batch):
+            reference = self.lm.log_probs(batch)
+        with edited(self.lm, edit), fill_or_resume(self.lm, stem), answers_only(self.lm, batch):
+            return kl(reference, self.lm.log_probs(batch))
 
     def _with_stems(
         self, kind: str, facts: Sequence[EncodedFact], heights: Sequence[Height]
@@ -169,7 +176,9 @@ class LMSide:
         if cache is not None:
             pairs = cache.split(cache_kinds(self.lm, *heights), fresh)
             known, fresh = ([fact for _, fact in part] for part in pairs)
-        for batch in self.cut(fresh):
+        for number, batch in enumerate(self.cut(fresh)):
+            if number:
+                release_freed_memory()  # micro-batches of many shapes fragment the heap
             batch, stems = batch.to(self.lm.device), [Stem(height) for height in heights]
             yield batch, stems
             if cache is not None:

@@ -164,10 +164,11 @@ class HypernetActor:
     # --- one step ---------------------------------------------------------------------------------------
 
     def put_traces(self, generation: str, step: int | None, sender: int, parts: Arrays) -> None:
-        """(ii) Keys and value gradients of one LM rank, as `layer/keys` and `layer/value_grads`."""
+        """(ii) Keys and value gradients of one LM rank, as `layer/keys` and `layer/value_grads`; of some layers at a
+        time."""
         self._check(generation)
         self._solutions.pop(step, None)
-        self._traces.setdefault(step, {})[sender] = parts
+        self._traces.setdefault(step, {}).setdefault(sender, {}).update(parts)
 
     def solve(self, generation: str, step: int | None, dtype: str) -> Solution:
         """(iii) The shifts of the layers that this actor leads; computed once, however many ranks ask."""
@@ -259,7 +260,7 @@ class HypernetActor:
         names = [key.removesuffix("/keys") for key in parts[min(parts)] if key.endswith("/keys")]
 
         def rows(key: str) -> Tensor:
-            return to_tensor(np.concatenate([parts[sender][key] for sender in sorted(parts)]), self.device)
+            return to_tensor(np.concatenate([parts[sender].pop(key) for sender in sorted(parts)]), self.device)
 
         return {name: LayerTrace(rows(f"{name}/keys"), rows(f"{name}/value_grads")) for name in names}
 

@@ -21,7 +21,7 @@ from malmen.lm.trace import Traces
 from malmen.platform.cluster import describe_resources
 from malmen.platform.events import ActorReport
 from malmen.platform.hypernet_actor import HypernetActor, Progress, Solution
-from malmen.platform.wire import Arrays, num_bytes, to_array, to_arrays, to_tensor
+from malmen.platform.wire import num_bytes, to_array, to_arrays, to_tensor
 from malmen.shards import divide
 
 _HANG_SECONDS = 60.0  # an actor that has not left its group after so long hangs, and is replaced
@@ -68,17 +68,16 @@ class HypernetGroup:
     # --- one step, from an LM rank ------------------------------------------------------------------------
 
     def put_traces(self, step: int | None, sender: int, traces: Traces) -> None:
-        """(ii) Send each actor its share of this rank's rows; `step` is None for held-out edits."""
+        """(ii) Send each actor its share of this rank's rows; `step` is None for held-out edits. Empties `traces`,
+        layer by layer."""
         refs = []
-        for actor, shares in zip(self.actors, self.plan, strict=True):
-            parts: Arrays = {}
-            for share in shares:
-                trace = traces[share.layer]
-                rows = share.rows(len(trace.keys))
-                parts[f"{share.layer}/keys"] = to_array(trace.keys[rows])
-                parts[f"{share.layer}/value_grads"] = to_array(trace.value_grads[rows])
-            self.bytes_sent += num_bytes(parts)
-            refs.append(actor.put_traces.remote(self.generation, step, sender, ray.put(parts)))
+        for layer in list(traces):
+            keys, value_grads = traces.pop(layer)
+            for actor, shares in zip(self.actors, self.plan, strict=True):
+                for rows in (share.rows(len(keys)) for share in shares if share.layer == layer):
+                    parts = {f"{layer}/keys": to_array(keys[rows]), f"{layer}/value_grads": to_array(value_grads[rows])}
+                    self.bytes_sent += num_bytes(parts)
+                    refs.append(actor.put_traces.remote(self.generation, step, sender, ray.put(parts)))
         self._get(refs)
 
     def solve(self, step: int | None, dtype: str) -> tuple[dict[str, Tensor], float | None]:

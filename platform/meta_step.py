@@ -31,7 +31,7 @@ def meta_step(
             worker.note(f"tracing step {step}")
             traces = worker.trace(batch.edits)
     with watch("send"), worker.together(f"sending the traces of step {step}"):
-        group.put_traces(step, worker.world_rank, traces)
+        group.put_traces(step, worker.world_rank, traces)  # this rank holds them no longer
 
     # (iii) hyper-network, S*
     with watch("solve"), naming_records(step, batch), worker.together(f"waiting for the shifts of step {step}"):

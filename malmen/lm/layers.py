@@ -23,6 +23,9 @@ _FFN_NAMES = {
     ),
 }  # fmt: skip
 
+# The same of the last linear of an attention: GPT-2 · GPT-J and OPT · Llama and kin · GPT-NeoX
+_ATTENTION_OUT = ("attn.c_proj", "attn.out_proj", "self_attn.out_proj", "self_attn.o_proj", "attention.dense")
+
 
 @dataclass(frozen=True)
 class LayerSpec:
@@ -126,6 +129,13 @@ def _ffn_names(block: nn.Module, ffn: str, block_name: str) -> list[str]:
             f"its linears are {', '.join(linears)}"
         )
     return names
+
+
+def own_token_linears(block: nn.Module) -> list[nn.Module]:
+    """The linears of a block whose output no other token of the block reads: those of its FFN and the last one of its
+    attention, as far as they are known by name."""
+    ends = tuple(f".{end}" for end in (*_FFN_NAMES["first"], *_FFN_NAMES["second"], *_ATTENTION_OUT))
+    return [module for name, module in block.named_modules() if is_linear(module) and f".{name}".endswith(ends)]
 
 
 def _layer(model: nn.Module, stacks: dict[str, str], name: str) -> LayerSpec:

@@ -32,7 +32,7 @@ from malmen.data.records import Fact
 from malmen.data.tokens import FactEncoder, Kind, TokenBatch, make_batches
 from malmen.data.world import WORLD_MODEL, check_world_model
 from malmen.errors import EditError
-from malmen.lm.devices import resolve_device, resolve_dtype
+from malmen.lm.devices import limit_kernel_cache, resolve_device, resolve_dtype
 from malmen.lm.hooks import hooked
 from malmen.lm.layers import find_stacks
 
@@ -69,6 +69,7 @@ class LanguageModel:
     kind: Kind
 
     def __post_init__(self) -> None:
+        limit_kernel_cache()
         self.model.requires_grad_(False).eval()
         _fuse_activations(self.model)
         self.stacks = find_stacks(self.model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from malmen.data.tokens import TokenBatch
+from malmen.lm.answer_rows import answer_grads_only, answers_only
+from malmen.lm.devices import release_freed_memory
 from malmen.lm.hooks import hooked
 from malmen.lm.layers import LayerSpec
 from malmen.lm.losses import nll
@@ -35,11 +38,14 @@ def trace(lm: LanguageModel, layers: Sequence[LayerSpec], batches: Iterable[Toke
     takes a gradient. L is a sum over tokens, so batches do not mix. Rows come in the order of the facts.
     """
     parts: dict[str, list[tuple[Tensor, ...]]] = {layer.name: [] for layer in layers}
-    for batch in batches:
+    for number, batch in enumerate(batches):
+        if number:
+            release_freed_memory()  # micro-batches of many shapes fragment the heap
         traced = _trace_batch(lm, layers, batch.to(lm.device), tokens)
         for name, rows in traced.items() if batch.counts else ():
             parts[name].append(rows)
-    return {layer.name: _in_order(parts[layer.name]) if parts[layer.name] else _nothing(lm, layer) for layer in layers}
+    # `pop`: while one layer's rows are put in order, they alone are held twice.
+    return {layer.name: _in_order(lm, layer, parts.pop(layer.name)) for layer in layers}
 
 
 def _trace_batch(
@@ -55,7 +61,10 @@ def _trace_batch(
         return output + probes[name]
 
     hooks = [(lm.model.get_submodule(layer.name), partial(probe, layer.name)) for layer in layers]
-    with hooked(hooks), torch.enable_grad():
+    with ExitStack() as spared, hooked(hooks), torch.enable_grad():
+        if tokens == "answer":
+            spared.enter_context(answer_grads_only(lm, batch))
+            spared.enter_context(answers_only(lm, batch))
         edit_loss = nll(lm.log_probs(batch), batch.targets)
     grads = dict(zip(probes, torch.autograd.grad(edit_loss, list(probes.values())), strict=True))
     rows = {}
@@ -72,12 +81,11 @@ def rows_at(mask: Tensor, seen: Tensor) -> Tensor:
     return seen.reshape(*mask.shape, seen.shape[-1])[mask.to(seen.device)]
 
 
-def _in_order(parts: list[tuple[Tensor, ...]]) -> LayerTrace:
+def _in_order(lm: LanguageModel, layer: LayerSpec, parts: list[tuple[Tensor, ...]]) -> LayerTrace:
+    if not parts:
+        sizes = (layer.key_size, layer.value_size)
+        return LayerTrace(*(torch.zeros(0, size, dtype=lm.dtype, device=lm.device) for size in sizes))
     keys, value_grads, facts = (torch.cat(rows) for rows in zip(*parts, strict=True))
+    parts.clear()
     order = facts.argsort(stable=True)
     return LayerTrace(keys[order], value_grads[order])
-
-
-def _nothing(lm: LanguageModel, layer: LayerSpec) -> LayerTrace:
-    sizes = (layer.key_size, layer.value_size)
-    return LayerTrace(*(torch.zeros(0, size, dtype=lm.dtype, device=lm.device) for size in sizes))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from malmen.config import Config
 from malmen.data.tokens import EncodedFact
-from malmen.editor import Editor, HypernetRows
+from malmen.editor import Editor, HypernetRows, Solved
 from malmen.least_squares import DualSolution, is_dual
 from malmen.lm.layers import LayerSpec
 from malmen.lm.trace import LayerTrace, Traces
@@ -99,15 +99,12 @@ def rehearse_hypernet(
     with meter:
         received = torch.promote_types(dtype, torch.float32)
         grads = {name: shift.new_empty(shift.shape, dtype=received) for name, shift in solved.shifts.items()}
+    solutions, kept = _kept(solved)
+    forms = {form for form, _, _ in solutions} or {"sum"}
     with meter.stage(costs, "hypernet"):
-        editor.backward(solved, grads)
+        editor.backward(solved, grads)  # uses up the solutions
     theta, tensors = total_bytes(editor.parameters()), len(list(editor.parameters()))
     costs["adam"] = Cost(touched=10.0 * theta, calls=8.0 * tensors)
-    parts = list(solved.solutions.values())
-    solutions = [part.solution if isinstance(part, PartOfDual) else part for part in parts]
-    kept = [solution.factor for solution in solutions]
-    kept += [solution.weights for solution in solutions if isinstance(solution, DualSolution)]
-    kept += [part.all_keys for part in parts if isinstance(part, PartOfDual)]
     return RehearsedHypernet(
         theta=theta,
         norms=total_bytes(editor.buffers()),
@@ -115,17 +112,29 @@ def rehearse_hypernet(
         layers=len(traces),
         features=total_bytes(part for pair in traces.values() for part in pair),
         value_diffs=total_bytes(solved.value_diffs.values()),
-        kept=total_bytes(kept),
+        kept=kept,
         shifts=total_bytes(solved.shifts.values()),
         shift_grads=total_bytes(grads.values()),
-        pullbacks=sum(8 * len(solution.factor) * len(solution.shift) for solution in solutions),
+        pullbacks=sum(8 * size * values for _, size, values in solutions),
         solve_peak=solve_peak,
         backward_peak=meter.peak,
         small_peak=meter.small_peak,
-        forms={"dual" if isinstance(solution, DualSolution) else "primal" for solution in solutions} or {"sum"},
+        forms=forms,
         gathered=shards.gathered,
         costs=costs,
     )
+
+
+def _kept(solved: Solved) -> tuple[list[tuple[str, int, int]], int]:
+    """Form, size of the factor and value size of each solution, and the bytes that all keep beside the shifts."""
+    found, kept = [], 0
+    for part in solved.solutions.values():
+        solution = part.solution if isinstance(part, PartOfDual) else part
+        dual = isinstance(solution, DualSolution)
+        found.append(("dual" if dual else "primal", len(solution.factor), len(solution.shift)))
+        kept += solution.factor.nbytes + (solution.weights.nbytes if isinstance(solution, DualSolution) else 0)
+        kept += part.all_keys.nbytes if isinstance(part, PartOfDual) else 0
+    return found, kept
 
 
 class _RehearsedEditor(Editor):

@@ -67,21 +67,17 @@ class Role:
 
 
 def lm_role(config: Config, planned: PlannedLM, facts: StepFacts, rehearsed: RehearsedLM, device: str) -> Role:
-    """An LM worker at its peak: in the meta loss, or tracing the next step while it holds traces and shifts of this."""
+    """An LM worker at its peak: in the meta loss, or tracing the next step while it holds the shifts of this. Traces
+    end when they are sent."""
     workers, overlap, sharded = config.cluster.lm_workers, bool(config.cluster.overlap), config.lm.sharding == "zero3"
     shifts, features = planned.shift_bytes, planned.feature_bytes(facts.edits, config.editor.tokens) // workers
     received = 1 if device == "cpu" else 0  # shifts as they arrive; with a GPU they are in the host's memory
     ahead = shifts * (received + 1) * overlap  # shifts and gradients of the step before, while the next one is traced
+    ordered = 2 * features // len(planned.layers)  # one layer's rows, joined and in order
     peaks: list[tuple[int, dict[str, int]]] = [  # in the meta loss, while tracing, while the traces are put in order
-        (
-            rehearsed.meta_peak + features,
-            {_TRACES: features, _SHIFTS: shifts * (received + 2), _MERGED: planned.edited_bytes},
-        ),
-        (
-            rehearsed.trace_peak + features * (1 + overlap) + ahead,
-            {_TRACES: features * (1 + overlap), _SHIFTS: ahead},
-        ),
-        (features * (2 + overlap) + ahead, {_TRACES: features * (2 + overlap), _SHIFTS: ahead}),
+        (rehearsed.meta_peak, {_SHIFTS: shifts * (received + 2), _MERGED: planned.edited_bytes}),
+        (rehearsed.trace_peak + features + ahead, {_TRACES: features, _SHIFTS: ahead}),
+        (features + ordered + ahead, {_TRACES: features + ordered, _SHIFTS: ahead}),
     ]
     if config.editor.preserving:  # read before the first step; a forward holds less than tracing does
         sums = max(sums_bytes(part) for part in layers_at_once(planned.layers))
@@ -119,8 +115,8 @@ def hypernet_role(config: Config, rehearsed: RehearsedHypernet, device: str) -> 
         f"factors ({' and '.join(sorted(rehearsed.forms))})": rehearsed.kept,
         "shifts in float64": rehearsed.shifts,
     }
-    if rehearsed.backward_peak >= rehearsed.solve_peak:
-        held |= {
+    if rehearsed.backward_peak >= rehearsed.solve_peak:  # which uses up the factors
+        held = {item: size for item, size in held.items() if not item.startswith("factors")} | {
             "shift gradients": rehearsed.shift_grads,
             "pullbacks": rehearsed.pullbacks,
             "gradient of θ": rehearsed.theta,

@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from malmen.config import EditorConfig
-from malmen.hypernet import HyperNetwork, RunningNorm, Statistics
+from malmen.hypernet import HyperNetwork, LowRankBlock, RunningNorm, Statistics
 
 
 def _rows(number: int = 50, features: int = 6) -> torch.Tensor:
@@ -88,6 +88,25 @@ def test_every_parameter_that_can_learn_at_the_start_has_a_gradient(how: Any) ->
     silent = {name for name, value in net.named_parameters() if value.grad is None or not value.grad.any()}
     # `down` waits for `up` to leave zero; `scale` multiplies zero; damping acts in the normal equation.
     assert silent == {f"blocks.{b}.{p}" for b in (0, 1) for p in ("down", "scale")} | {"log_damping"}
+
+
+def test_a_block_and_its_gradients_are_those_of_its_formula_also_where_it_adds_nothing() -> None:
+    torch.manual_seed(0)
+    block = LowRankBlock(3, 6, EditorConfig(rank=4, parametrisation="relative")).double()
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.add_(torch.randn_like(parameter))
+        for parameter in (block.up, block.bias, block.shift):
+            parameter[..., :2] = parameter[:2] = 0  # the first features of layer 0 add exactly 0
+    layers, rows = torch.tensor([0, 0, 2, 1, 2, 0, 1]), _rows(7).sub(100).requires_grad_()
+    change = torch.nn.functional.linear(rows @ block.down.T, block.up, block.bias)
+    plain = rows + (change * block.scale[layers] + block.shift[layers]).clamp(min=0)
+    found, weights = block(layers, rows), torch.randn(7, 6, dtype=torch.float64)
+    assert_close(found, plain, rtol=1e-14, atol=0)
+    of = [rows, *block.parameters()]
+    grads = (torch.autograd.grad((output * weights).sum(), of, retain_graph=True) for output in (found, plain))
+    assert_close(*grads, rtol=1e-13, atol=1e-13)
+    assert (found == rows).any() and not (found == rows).all()
 
 
 def test_one_step_of_the_papers_learning_rate_moves_eta_and_the_network_as_far_as_it_did_for_its_authors() -> None:

@@ -71,7 +71,8 @@ def test_three_actors_that_share_two_layers_equal_one_editor(editor: dict[str, A
             expected.observe(traces)
             solved = expected.solve(traces, training=True)
             grads = {name: torch.sin(1e3 * shift) for name, shift in solved.shifts.items()}
-            group.put_traces(step, 0, traces)
+            group.put_traces(step, 0, sent := dict(traces))
+            assert not sent  # the rank holds them no longer
             shifts, _ = group.solve(step, "float64")
             for name, shift in solved.shifts.items():  # relative to the matrix: small elements are differences of large
                 assert_close(shifts[name], shift, rtol=1e-9, atol=1e-9 * float(shift.abs().max()))
@@ -81,7 +82,7 @@ def test_three_actors_that_share_two_layers_equal_one_editor(editor: dict[str, A
             reports = group.finish(group.start_backward(step))
             assert group.finish(group.start_backward(step)) == reports == group.reports()  # asked twice, done once
             assert [report.step for report in reports] == [step + 1] * 3
-        group.put_traces(None, 0, traces)
+        group.put_traces(None, 0, dict(traces))
         _, mean_residual = group.solve(None, "float64")
         assert (mean_residual is None) == (aggregation == "sum")  # a sum has no equation to miss
         states = ray.get([actor.snapshot.remote() for actor in group.actors], timeout=60)

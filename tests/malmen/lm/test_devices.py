@@ -18,7 +18,14 @@ from torch.testing import assert_close
 from malmen.config import Config, ModelConfig
 from malmen.data.tokens import MetaBatch, make_batches
 from malmen.errors import EditError, UsageError
-from malmen.lm.devices import bfloat16_gain, exhausted, peak_memory_mb, resolve_device, resolve_dtype
+from malmen.lm.devices import (
+    bfloat16_gain,
+    exhausted,
+    peak_memory_mb,
+    release_freed_memory,
+    resolve_device,
+    resolve_dtype,
+)
 from malmen.lm.layers import find_layers
 from malmen.lm.model import LanguageModel, model_dtype
 from malmen.lm.overlay import Overlay, edited, edited_rows
@@ -141,3 +148,17 @@ def test_a_node_without_memory_or_disk_is_told_with_what_helps(tmp_path: Path) -
         assert re.search(told, str(exhausted(error.value)))
     assert exhausted(RuntimeError("connection closed by peer")) is None
     assert exhausted(FileNotFoundError(2, "no such file")) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
+def test_freed_memory_goes_back_to_the_system() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    blocks = [torch.ones(2**14) for _ in range(1600)]  # 100 MB in blocks of 64 kB, a few of which stay
+    kept = blocks[::160]
+    blocks.clear()
+    release_freed_memory()
+    assert resident() - before < 20 * 2**20
+    assert all(bool((block == 1).all()) for block in kept)
