@@ -35,7 +35,7 @@ from malmen.lm.stem import (
 from malmen.lm.trace import LayerTrace, Traces, trace
 from malmen.runs.fact_cache import FactCache
 
-_DUAL_RATE = 0.1  # of log λ_loc, per step and factor e of KL over its target
+_DUAL_RATE = 0.03  # of log λ_loc, per step and factor e of KL over its target
 Caches = Mapping[str, FactCache]  # by kind of fact (edits, equivalents, unrelated), for kinds whose facts recur
 
 

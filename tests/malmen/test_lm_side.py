@@ -136,7 +136,7 @@ def test_the_coefficient_of_locality_rises_above_its_target_and_falls_below() ->
     side = LMSide(setup.lm, setup.editor.layers, setup.editor.config)
     assert side.locality_coef == 2.0 and side.meta_loss(MetaLosses(1.0, 0.25)) == 1.5
     at_target = 0.5 * tokens / len(facts)  # L_loc is per fact, the target per token
-    for locality, change in ((at_target, 0.0), (1.5 * at_target, 0.1 * math.log(1.5)), (0.0, -0.1), (1e9, 0.1)):
+    for locality, change in ((at_target, 0.0), (1.5 * at_target, 0.03 * math.log(1.5)), (0.0, -0.03), (1e9, 0.03)):
         side.locality_coef = 2.0
         side.adjust_locality_coef(MetaLosses(1.0, locality), batch)
         assert side.locality_coef == pytest.approx(2.0 * math.exp(change), rel=1e-12)
