@@ -73,7 +73,7 @@ def train(
     on_phase("reading the records")
     sampler, records = _read_data(lm, config, on_phase)
     begin = opened.checkpoint
-    editor = make_editor(lm, config, sampler) if begin is None else load_editor(begin, lm, optimizer=True)
+    editor = load_editor(begin, lm, optimizer=True) if begin else make_editor(lm, config, sampler, on_phase)
     editor.config = config
     opened.begin()
     opened.cut(editor.steps_done)
@@ -110,7 +110,9 @@ def train(
     return TrainingRun(folder, lm, editor, opened.history, time.perf_counter() - start)
 
 
-def make_sampler(lm: LanguageModel, config: Config, on_phase: Callable[[str], None] = lambda _text: None) -> Sampler:
+def make_sampler(
+    lm: LanguageModel, config: Config, on_phase: Callable[[str], None] = lambda _description: None
+) -> Sampler:
     """What draws the facts of each step; it has the model's own texts if the config wants them."""
     records = training_records(config)
     texts: Sequence[OwnText] = ()
@@ -140,11 +142,16 @@ def _is_measured(training: TrainingConfig, step: int) -> bool:
     return bool(training.eval_every and step % training.eval_every == 0 and 0 < step < training.steps)
 
 
-def make_editor(lm: LanguageModel, config: Config, sampler: Sampler | None = None) -> Editor:
+def make_editor(
+    lm: LanguageModel,
+    config: Config,
+    sampler: Sampler | None = None,
+    on_phase: Callable[[str], None] = lambda _description: None,
+) -> Editor:
     """A fresh editor, drawn from the config's seed, with the keys that it is to preserve, if any."""
     editor = seeded_editor(find_layers(lm.model, config.editor.layers, config.editor.ffn), config).to(lm.device)
     if config.editor.preserving:
-        log.info("reading the texts whose keys are to be preserved")
+        on_phase("reading the texts whose keys are preserved")
         facts = (sampler or make_sampler(lm, config)).preserved()
         for moments in LMSide(lm, editor.layers, config).preserved_moments(facts):
             editor.preserve(moments)
