@@ -99,7 +99,7 @@ def release_freed_memory() -> None:
     faults afterwards: call it after work of seconds. From then on blocks of 16 MB, not 32 as by default, go back as
     soon as they are freed, unless the environment says otherwise. Does nothing with another C library."""
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if not hasattr(library, "malloc_trim") or not hasattr(library, "mallopt"):
+    if library is None or not hasattr(library, "malloc_trim") or not hasattr(library, "mallopt"):
         return
     if not {"MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & os.environ.keys():
         library.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
