@@ -128,6 +128,15 @@ class TrainingConfig(Section):
     equivalents_per_edit: int = Field(default=1, gt=0, description="equivalents sampled per edit and step")
     unrelated_per_edit: int = Field(default=1, ge=0, description="unrelated facts sampled per edit and step")
     include_edit: bool = Field(default=False, description="whether the edit itself is one of its equivalents")
+    equivalents_per_step: int | None = Field(
+        default=None,
+        gt=0,
+        description="equivalents of a step, at most, drawn from those of its edits: L_gen is a mean, so large steps "
+        "need not ask for every edit; default: all",
+    )
+    unrelated_per_step: int | None = Field(
+        default=None, gt=0, description="the same for unrelated facts and texts; default: all"
+    )
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations; 0: only at the end")
     eval_edits: int | None = Field(default=None, gt=0, description="edits per evaluation; default: num_edits")
     checkpoint_every: int = Field(default=100, gt=0, description="steps between checkpoints")

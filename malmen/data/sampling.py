@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -23,6 +23,7 @@ from malmen.data.tokens import EncodedFact, FactEncoder, MetaBatch
 from malmen.errors import EditError, UsageError
 from malmen.runs.fact_cache import FactCache
 
+Item = TypeVar("Item")
 KINDS = ("edits", "equivalents", "unrelated")  # of a step's facts, as MetaBatch names them
 
 
@@ -36,6 +37,13 @@ def preserved_facts(config: Config, records: Iterable[EditRecord]) -> list[Fact]
         )
     random.Random(f"preserved/{config.seed}").shuffle(facts)
     return facts[: config.editor.preserved_facts]
+
+
+def at_most(items: list[Item], limit: int | None, rng: random.Random) -> list[Item]:
+    """All of them, or `limit` drawn from them, in their order. Without a limit nothing is drawn from `rng`."""
+    if limit is None or len(items) <= limit:
+        return items
+    return [items[place] for place in sorted(rng.sample(range(len(items)), limit))]
 
 
 class OwnText(NamedTuple):
@@ -102,13 +110,17 @@ class Sampler:
         rng = random.Random(f"step/{self.config.seed}/{step}")
         records = compatible_records(order[place * training.num_edits :] + order, self._num_edits(step))
         equivalents = [fact for record in records for fact in self._equivalents(record, rng)]
-        unrelated = [] if self.config.data.unrelated == "self" else self._given(records, rng)
-        unrelated += self._own(records, rng)
+        given = [] if self.config.data.unrelated == "self" else self._given(records, rng)
+        own = self._own(records, rng)
+        limit = training.unrelated_per_step
+        if limit is not None:  # as many of each source
+            limit = max(1, limit // 2) if given and own else limit
+        unrelated = at_most(given, limit, rng) + at_most(own, limit, rng)
         if training.locality_tokens == "all":
             unrelated = [fact.throughout() for fact in unrelated]
         return MetaBatch(
             [self._encode(record.edit) for record in records],
-            [self._encode(fact) for fact in equivalents],
+            [self._encode(fact) for fact in at_most(equivalents, training.equivalents_per_step, rng)],
             unrelated,
             [record.id for record in records],
         )

@@ -52,6 +52,18 @@ def test_the_number_of_edits_may_be_drawn_anew_for_each_step(lm: LanguageModel) 
     ]
 
 
+def test_large_steps_need_not_ask_for_every_edit(lm: LanguageModel) -> None:
+    everything = _sampler(lm, make_config(num_edits=40)).batch(1)
+    few = _sampler(lm, make_config(num_edits=40, equivalents_per_step=8, unrelated_per_step=6)).batch(1)
+    assert few.edits == everything.edits and few.record_ids == everything.record_ids
+    assert (len(few.equivalents), len(few.unrelated)) == (8, 6)
+    assert all(fact in everything.equivalents for fact in few.equivalents)
+    places = [everything.equivalents.index(fact) for fact in few.equivalents]
+    assert places == sorted(places) and places != list(range(8))
+    enough = _sampler(lm, make_config(num_edits=40, equivalents_per_step=500, unrelated_per_step=500)).batch(1)
+    assert enough == everything
+
+
 def test_locality_may_be_asked_of_every_token_of_unrelated_texts(lm: LanguageModel) -> None:
     answers = _sampler(lm, make_config()).batch(0)
     everything = _sampler(lm, make_config(locality_tokens="all")).batch(0)
