@@ -95,7 +95,7 @@ def evaluate(
     method: Method = None,
     config: MethodConfig = None,
     records: Annotated[Path | None, typer.Option(help="records to edit; default: the run's validation data")] = None,
-    edits: Annotated[int | None, typer.Option(min=1, help="how many at once; default: as in training")] = None,
+    edits: Annotated[int | None, typer.Option(min=1, help="how many at once; default: as evaluations of training")] = None,
     sets: Annotated[int, typer.Option(min=1, help="how many disjoint sets of edits to measure one by one")] = 1,
     model: ModelName = None,
     generate: Generate = True,
@@ -112,7 +112,7 @@ def evaluate(
     settings = loaded.config
     with status("reading the records"):
         held_out = read_records(records, "auto") if records else validation_records(settings)
-    number = edits or settings.training.num_edits
+    number = edits or settings.training.eval_edits or settings.training.num_edits
     with counted(f"editing {sets} × {number} records and measuring") as on_progress:
         evaluations = evaluate_sets(
             loaded.lm, loaded.method, held_out, settings,
