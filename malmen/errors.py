@@ -27,8 +27,14 @@ def last_line(error: BaseException) -> str:
 
 def check_base_model(what: str, trained_for: str, given: str) -> None:
     """EditError if `what` (e.g. `the editor in runs/a`) is given a base model of another fingerprint than its own."""
-    if given != trained_for:
+    if not same_base_model(trained_for, given):
         raise EditError(
             f"{what} belongs to base model {trained_for}, but the model given is {given}: "
             "it works only on the weights it was trained for"
         )
+
+
+def same_base_model(one: str, other: str) -> bool:
+    """Whether two fingerprints (`WEIGHTS` or `WEIGHTS-TABLES`) can be of one model. Older
+    fingerprints have no tables, so there the weights decide."""
+    return all(a == b for a, b in zip(one.split("-"), other.split("-"), strict=False))

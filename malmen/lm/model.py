@@ -60,6 +60,12 @@ _LOADERS: dict[Kind, Any] = {
 }
 
 
+def _rounded_sample(tensor: Tensor) -> bytes:
+    """Some thousand of its numbers as bfloat16."""
+    step = max(1, tensor.numel() // 1024) | 1  # odd, so that it walks through all columns
+    return tensor.flatten()[::step].float().to(torch.bfloat16).float().cpu().contiguous().numpy().tobytes()
+
+
 @dataclass
 class LanguageModel:
     """A frozen model with its tokenizer. Edits are added to its outputs (overlay.py), never written into it."""
@@ -132,14 +138,21 @@ class LanguageModel:
         yield from sorted(self.model.state_dict().items())
 
     def fingerprint(self) -> str:
-        """A hash of architecture and weights (a sample of each tensor, rounded to bf16 so that dtypes agree)."""
+        """A hash of architecture and weights, then one of the tables that the model computes and no file holds (RoPE's
+        frequencies), if there are any. Weights are a sample of each tensor, rounded to bf16 so that dtypes agree."""
         digest = hashlib.sha256()
         for name, tensor in self.tensors():
-            step = max(1, tensor.numel() // 1024) | 1  # odd, so that it walks through all columns
-            sample = tensor.flatten()[::step].float().to(torch.bfloat16).float().cpu().contiguous()
             digest.update(f"{name}{tuple(tensor.shape)}".encode())
-            digest.update(sample.numpy().tobytes())
-        return digest.hexdigest()[:16]
+            digest.update(_rounded_sample(tensor))
+        weights = digest.hexdigest()[:16]
+        stored = self.model.state_dict().keys()
+        # A set: layers may share a table. A table in half precision is another one, whatever its rounded values.
+        tables = {
+            f"{tuple(table.shape)} {table.dtype.itemsize < 4} ".encode() + _rounded_sample(table)
+            for name, table in self.model.named_buffers()
+            if name not in stored and table.is_floating_point()
+        }
+        return f"{weights}-{hashlib.sha256(b''.join(sorted(tables))).hexdigest()[:8]}" if tables else weights
 
     def slow_place(self) -> str | None:
         """A warning if a model this large is on a CPU, where a step takes minutes; else None."""

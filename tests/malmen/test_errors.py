@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from malmen.errors import EditError, check_base_model, last_line
+from malmen.errors import EditError, check_base_model, last_line, same_base_model
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,8 @@ def test_a_wrong_base_model_is_refused_with_both_fingerprints() -> None:
         check_base_model("the edit in runs/a", "aaa", "bbb")
     for part in ("the edit in runs/a", "belongs to base model aaa", "given is bbb"):
         assert part in str(refusal.value)
+
+
+def test_fingerprints_without_tables_are_compared_by_their_weights() -> None:
+    assert same_base_model("aaa", "aaa-1") and same_base_model("aaa-1", "aaa-1") and same_base_model("aaa-1", "aaa")
+    assert not same_base_model("aaa-1", "aaa-2") and not same_base_model("aaa", "bbb-1")

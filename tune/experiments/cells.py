@@ -16,7 +16,7 @@ from typing import Any
 import malmen
 from malmen.config import Config, flatten, stored_config
 from malmen.data.splits import data_fingerprint
-from malmen.errors import EditError, UsageError
+from malmen.errors import EditError, UsageError, same_base_model
 from malmen.lm.model import LanguageModel
 from malmen.runs.files import write_json
 from malmen.tune.experiments.settings import KINDS, ExperimentConfig
@@ -189,7 +189,7 @@ def check_base_model(lm: LanguageModel, folder: Path) -> None:
     fingerprint = lm.fingerprint()
     marks = folder / "base_model"  # an empty file named by the fingerprint: several tasks may create it at once
     marks.mkdir(parents=True, exist_ok=True)
-    if others := sorted(mark.name for mark in marks.iterdir() if mark.name != fingerprint):
+    if others := sorted(mark.name for mark in marks.iterdir() if not same_base_model(mark.name, fingerprint)):
         raise EditError(
             f"{folder} holds measurements of base model {others[0]}; the model of that name is now {fingerprint}: "
             "choose another --out"

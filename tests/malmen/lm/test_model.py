@@ -61,6 +61,20 @@ def test_the_fingerprint_tells_weights_apart_but_not_dtypes() -> None:
     assert lm.fingerprint() != first
 
 
+def test_the_fingerprint_tells_computed_tables_apart() -> None:
+    """A Llama whose RoPE table was cast to bfloat16 with its weights is another model (0.36 rad at position 200)."""
+    first = tiny_lm("llama").fingerprint()
+    assert tiny_lm("llama").fingerprint() == first
+    weights, tables = first.split("-")
+    cast, other = tiny_lm("llama"), tiny_lm("llama")
+    rotary = cast.model.get_submodule("model.rotary_emb")
+    rotary.inv_freq = rotary.inv_freq.bfloat16()
+    other.model.get_submodule("model.rotary_emb").inv_freq.mul_(1.5)
+    for changed in (cast.fingerprint(), other.fingerprint()):
+        assert changed.split("-")[0] == weights and changed.split("-")[1] != tables
+    assert "-" not in tiny_lm("gpt2").fingerprint()
+
+
 def test_models_that_cannot_be_loaded_give_one_clear_message(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     for name in (str(tmp_path), str(tmp_path / "model.gguf")):
