@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from malmen.config import EditorConfig
 from malmen.lm.trace import LayerTrace, Traces
 
+_SMALLEST_SQUARE = 1e-8  # mean square of a normalised gradient, below which all gradients count as 0
 _ROUNDING = 1e-7  # of float32 features, relative to their mean
 
 
@@ -144,8 +145,10 @@ class HyperNetwork(nn.Module):
         if settings.learn_preserved_weight:
             self.log_preserved_weight = scalars(math.log(settings.preserved_weight))
         self.token_weight: nn.Parameter | None = None
+        self.token_weight_scalars: nn.Parameter | None = None
         if settings.weighing:  # 0: every token weighs 1
-            self.token_weight = nn.Parameter(torch.zeros(num_layers, num_features + 1))
+            self.token_weight = nn.Parameter(torch.zeros(num_layers, num_features))
+            self.token_weight_scalars = nn.Parameter(torch.zeros(num_layers, 2))  # a constant, and a slope
         # E[u uᵀ] of the keys to preserve, as `Editor.preserve` is given it. Rounded to θ's type: that is another such
         # matrix, within 1e-7 of it, and where there is a λ it keeps the equation definite.
         moments = torch.full((num_layers, key_size, key_size), torch.nan) if settings.preserving else None
@@ -172,17 +175,20 @@ class HyperNetwork(nn.Module):
     def forward(self, layers: Tensor, keys: Tensor, value_grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """ũ (tokens, key), −η ∇̃_v L (tokens, value) and, if tokens have weights, their square roots (tokens,);
         `layers` (tokens,) says whose token each row is."""
-        rows = self.norm(layers, self.features(keys, value_grads))
+        rows = inputs = self.norm(layers, self.features(keys, value_grads))
         for block in self.blocks:
             rows = block(layers, rows)
         pseudo_keys, pseudo_grads = rows.split((self.key_size, self.value_size), dim=-1)
-        return pseudo_keys, -self.eta()[layers, None] * pseudo_grads, self._weight_roots(layers, rows)
+        roots = None if self.token_weight is None else self._weight_roots(layers, inputs, rows)
+        return pseudo_keys, -self.eta()[layers, None] * pseudo_grads, roots
 
-    def _weight_roots(self, layers: Tensor, rows: Tensor) -> Tensor | None:
-        if self.token_weight is None:
-            return None
-        factors, bias = self.token_weight[layers].split((rows.shape[1], 1), dim=-1)
-        logits = (rows * factors).sum(-1) + bias[:, 0]
+    def _weight_roots(self, layers: Tensor, inputs: Tensor, rows: Tensor) -> Tensor:
+        """softplus of a linear map of the output and of log ‖∇_v L‖: a token that is right already has a gradient near
+        0, which no linear map can tell from one of either sign."""
+        assert self.token_weight is not None and self.token_weight_scalars is not None
+        constant, slope = self.token_weight_scalars[layers].unbind(-1)
+        size = inputs[:, self.key_size :].square().mean(-1).clamp(min=_SMALLEST_SQUARE).log() / 2
+        logits = (rows * self.token_weight[layers]).sum(-1) + constant + slope * size
         return nn.functional.softplus(logits) / math.log(2)  # positive, 1 at the start, and as near 0 as is wanted
 
 

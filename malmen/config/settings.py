@@ -108,7 +108,7 @@ class TrainingConfig(Section):
     steps: int = Field(default=1000, gt=0, description="meta-training steps")
     meta_lr: float = Field(default=1e-5, gt=0, description="Adam's learning rate for the hyper-network")
     scalar_lr: float | None = Field(
-        default=None, gt=0, description="the same for log η, log λ and log w; default: meta_lr"
+        default=None, gt=0, description="the same for η, λ, w and the scalars of token weights; default: meta_lr"
     )
     schedule: Literal["constant", "cosine"] = Field(
         default="constant", description="how both learning rates change over the steps"

@@ -95,9 +95,7 @@ def evaluate(
     method: Method = None,
     config: MethodConfig = None,
     records: Annotated[Path | None, typer.Option(help="records to edit; default: the run's validation data")] = None,
-    edits: Annotated[
-        int | None, typer.Option(min=1, help="how many at once; default: as in training")
-    ] = None,
+    edits: Annotated[int | None, typer.Option(min=1, help="how many at once; default: as in training")] = None,
     sets: Annotated[int, typer.Option(min=1, help="how many disjoint sets of edits to measure one by one")] = 1,
     model: ModelName = None,
     generate: Generate = True,

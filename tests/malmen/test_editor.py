@@ -116,7 +116,9 @@ def test_the_staged_meta_gradient_is_autograd_through_everything(kind: str, vari
         assert_close(shifts[name], shift.detach(), **EXACT)
     for name, grad in oracle_grads.items():
         assert grad.any(), name
-        assert_close(grads[name], grad, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+        # An entry is a sum whose terms are as large as the largest entries, and so is its rounding error.
+        tolerance = {**EXACT, "atol": EXACT["atol"] * max(1.0, 3 * float(grad.abs().max()))}
+        assert_close(grads[name], grad, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma2", "opt"])

@@ -142,3 +142,20 @@ def test_rows_of_different_layers_can_share_a_batch() -> None:
         alone = net(layer[None], rows[index : index + 1, :4], rows[index : index + 1, 4:])
         assert_close(together[0][index : index + 1], alone[0], rtol=1e-12, atol=1e-12)
         assert_close(together[1][index : index + 1], alone[1], rtol=1e-12, atol=1e-18)
+
+
+def test_tokens_weigh_the_same_at_the_start_and_may_learn_to_weigh_by_their_gradients() -> None:
+    rows = _rows() - 100
+    rows[:25, 4:] *= 1e-3  # tokens that are right already
+    net = HyperNetwork(1, 4, 2, EditorConfig(rank=3, token_weights="learned")).double()
+    net.norm.merge(0, Statistics.of(rows))
+    layers = torch.zeros(len(rows), dtype=torch.long)
+    roots = net(layers, rows[:, :4], rows[:, 4:])[2]
+    assert roots is not None
+    assert_close(roots, torch.ones_like(roots))
+    assert net.token_weight_scalars is not None
+    (gradient,) = torch.autograd.grad(roots[:25].sum() - roots[25:].sum(), net.token_weight_scalars)
+    with torch.no_grad():
+        net.token_weight_scalars.sub_(gradient / gradient[0, 1].abs() * 2)  # a step that wants the first half lighter
+    weights = net(layers, rows[:, :4], rows[:, 4:])[2]
+    assert weights is not None and weights[:25].max() < 0.1 * weights[25:].median()
