@@ -30,6 +30,7 @@ _HELP = {
     "rounds": "Editing in rounds: one set of all facts, or the edited model edited again.",
     "memory": "Peak memory over the number of edits, one graph beside the decomposed step (Fig. 10).",
     "recipes": "MALMEN with the settings of experiment.recipes, beside MALMEN as it is.",
+    "tradeoff": "GS over the drift along the model's own texts, for all methods and experiment.recipes.",
     "failures": "Rows where the edit, the rephrasing or an unrelated answer went wrong, with the texts.",
     "report": "Run all experiments and write one page that shows them.",
 }
@@ -52,6 +53,13 @@ def _add_command(name: str) -> None:
             if name == "recipes":
                 raise UsageError("no recipes to compare: name a preset that has recipes, or set experiment.recipes")
             kinds = tuple(kind for kind in kinds if kind != "recipes")
+        if not settings.generate or not settings.own_texts:
+            if name == "tradeoff":
+                raise UsageError(
+                    "drift is measured along the model's own texts: it needs experiment.generate=true and "
+                    f"experiment.own_texts above 0, here {settings.generate} and {settings.own_texts}"
+                )
+            kinds = tuple(kind for kind in kinds if kind != "tradeoff")
         slow_import("malmen.tune.experiments.runner")
         from malmen.tune.experiments.findings import findings
         from malmen.tune.experiments.report import write_report

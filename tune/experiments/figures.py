@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from malmen.lm.own_text import Form
 from malmen.methods.registry import METHODS, Method
 from malmen.metrics import METRICS
 from malmen.tune.experiments.memory import WAYS
@@ -17,6 +18,7 @@ from malmen.tune.report import new_figure
 
 _FACTS = {"edit": "edits", "equivalent": "rephrasings", "unrelated": "unrelated"}
 PANELS = {metric.name: f"{metric.label}: {_FACTS[metric.kind]}, right tokens (%)" for metric in METRICS}
+_GS = "generalization_success"
 _LIKE = {"squares_answer": "malmen", "sum_answer": "mend"}  # variants of `cancellation`, drawn as these methods
 _OTHER = Method("", "", "C5", "o")  # results of a method that this version does not have
 _BAR_TITLES = {
@@ -111,6 +113,32 @@ def _bars(result: dict[str, Any]) -> tuple[Figure, str]:
     return figure, _BAR_TITLES[result["experiment"]].format(most)
 
 
+def _tradeoff(result: dict[str, Any]) -> tuple[Figure, str]:
+    """GS over KL per token, a panel for each form of prompts: better is higher and further to the left."""
+    forms = [form for form in get_args(Form) if any(row[f"own_{form}_kl"] for row in result["rows"])]
+    variants = list(dict.fromkeys(row["variant"] for row in result["rows"]))
+    figure, panels = new_figure(max(1, len(forms)), 4.8 * max(1, len(forms)) + 1, 4.2)
+    for axes, form in zip(panels, forms, strict=False):
+        for place, variant in enumerate(variants):
+            method = METHODS.get(variant, Method("", "", f"C{place % 10}", "osD^v<>pPX"[place % 10]))
+            rows = [row for row in result["rows"] if row["variant"] == variant and row[f"own_{form}_kl"]]
+            kl = [row[f"own_{form}_kl"]["mean"] for row in rows]
+            carried = [100 * row["generalization_success"]["mean"] for row in rows]
+            deviation = [100 * row["generalization_success"]["deviation"] for row in rows]
+            label = rows[0]["label"] if rows else None
+            axes.errorbar(
+                kl, carried, deviation, marker=method.marker, markersize=4, color=method.colour, label=label, lw=1
+            )
+            for row, x, y in zip(rows, kl, carried, strict=True):
+                axes.annotate(str(row["edits"]), (x, y), fontsize=6, xytext=(3, 3), textcoords="offset points")
+        if floors := [row[f"own_{form}_kl_floor"]["mean"] for row in result["rows"] if row[f"own_{form}_kl_floor"]]:
+            axes.axvline(sum(floors) / len(floors), color="grey", linestyle=":", label="rounding to bfloat16")
+        axes.set(xscale="log", xlabel=f"KL per token of its own texts, {form} prompts (nats)", ylabel=PANELS[_GS])
+        axes.grid(alpha=0.3)
+    panels[0].legend(fontsize=7)
+    return figure, "What carries over, and what else changes"
+
+
 def _cancellation(result: dict[str, Any]) -> tuple[Figure, str]:
     figure, (axes,) = new_figure(1, 5.6, 3.4)
     _variant_bands(axes, result["rows"], "mean_residual")
@@ -140,5 +168,6 @@ _MAKERS: dict[str, Callable[[dict[str, Any]], tuple[Figure, str]]] = {
     "scaling": _scaling,
     "cancellation": _cancellation,
     "memory": _memory,
+    "tradeoff": _tradeoff,
     **dict.fromkeys(_BAR_TITLES, _bars),
 }

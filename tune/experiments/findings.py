@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
+from malmen.lm.own_text import Form
 from malmen.methods.registry import METHODS
 from malmen.tune.experiments.memory import WAYS
 from malmen.tune.experiments.settings import CANCELLING
@@ -17,7 +18,13 @@ _SAME_SCORE = 0.005  # largest difference of scores that count as the same
 
 def findings(results: Mapping[str, Any]) -> list[tuple[str, bool]]:
     """Sentences with numbers, each true or false by the numbers."""
-    checks = {"scaling": _ahead, "cancellation": _residuals, "rounds": _union, "memory": _flat}
+    checks = {
+        "scaling": _ahead,
+        "cancellation": _residuals,
+        "rounds": _union,
+        "memory": _flat,
+        "tradeoff": _undominated,
+    }
     return [found for kind, check in checks.items() if kind in results for found in check(results[kind]["rows"])]
 
 
@@ -44,6 +51,29 @@ def _ahead(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
         if lacking := [row["label"] for row in same.values() if row["errors"]]:
             text += f" (not all seeds: {', '.join(lacking)})"
         sentences.append((text, held and "MALMEN" not in lacking))
+    return sentences
+
+
+def _undominated(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
+    """Whether no rival carries over as well as MALMEN's best variant for each size and changes less, by form."""
+    sentences = []
+    for form in get_args(Form):
+        kl = f"own_{form}_kl"
+        for edits in sorted({row["edits"] for row in rows}):
+            same = [row for row in rows if row["edits"] == edits and row[kl] and row["generalization_success"]]
+            points = {row["variant"]: (row["generalization_success"]["mean"], row[kl]["mean"]) for row in same}
+            labels = {row["variant"]: row["label"] for row in same}
+            rivals = {name: point for name, point in points.items() if name in METHODS and name != "malmen"}
+            mine = {name: point for name, point in points.items() if name not in rivals}
+            if not mine or not rivals:
+                continue
+            best = max(mine, key=lambda name: mine[name][0])
+            ahead = [
+                labels[name] for name, (gs, drift) in rivals.items() if gs >= mine[best][0] and drift <= mine[best][1]
+            ]
+            text = f"at {edits} edits, {form} prompts, no rival has both the GS and the drift of {labels[best]} "
+            text += f"({_percent(mine[best][0])}, KL {mine[best][1]:.2g})"
+            sentences.append((f"{text}{': ' + ', '.join(ahead) if ahead else ''}", not ahead))
     return sentences
 
 

@@ -19,6 +19,11 @@ from malmen.config import Config, parse_config
 
 WAYS = {"decomposed": "LM and hyper-network apart (MALMEN)", "concatenated": "one graph (MEND-style)"}
 _LIMIT_SECONDS = 1200
+# What torch, Python, C extensions and the loader say at the limit.
+_RAN_OUT = (
+    "can't allocate memory", "MemoryError", "error return without exception set", "failed to map segment",
+    "Cannot allocate memory",
+)  # fmt: skip
 _BATCHES = {"token_budget": 512, "hypernet_rows": 512, "cache_mb": 0}  # of the decomposed step, for any number of edits
 # glibc keeps freed blocks below a threshold that it raises as it goes; with a fixed one they go back to the system.
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_TRIM_THRESHOLD_": "1000000"}
@@ -43,7 +48,7 @@ def measure_memory(config: Config, way: str, edits: int, seed: int, limit_gb: fl
         return row | {"error": f"took more than {_LIMIT_SECONDS} s"}
     if done.returncode == 0:
         return row | json.loads(done.stdout.splitlines()[-1])
-    if "can't allocate memory" in done.stderr or "MemoryError" in done.stderr:
+    if any(words in done.stderr for words in _RAN_OUT):
         return row | {"ran_out": limit_gb}
     # A machine with less memory than the limit ends the process by a signal, which says nothing about the step.
     last = (done.stderr.strip().splitlines() or [f"ended with {done.returncode} and no message"])[-1]

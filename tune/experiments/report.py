@@ -6,11 +6,12 @@ import base64
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from malmen.metrics import ENDED, GENERATED, METRICS
+from malmen.lm.own_text import Form
+from malmen.metrics import ENDED, FLOOR, GENERATED, METRICS
 from malmen.runs.files import atomic_file
 from malmen.tune.experiments.cells import ABOUT, Cells
 from malmen.tune.experiments.findings import findings
@@ -18,6 +19,7 @@ from malmen.tune.experiments.settings import KINDS
 
 REPORT = "report.html"
 _LABELS = {metric.name: metric.label for metric in METRICS}
+_DRIFT = {"kl": "KL", "sure_agreement": "agreement where sure", "unchanged_20": "unchanged"}
 # Headings of the columns by the names of the numbers in results.
 SCORE_COLUMNS = {
     **_LABELS,
@@ -27,6 +29,18 @@ SCORE_COLUMNS = {
     "locality_agreement_generated": "agreement gen.",
     **{name + ENDED: f"{label} ended" for name, label in _LABELS.items()},
     "mean_residual": "MR",
+    "training_seconds": "train (s)",
+    "edit_seconds": "edit (s)",
+}
+# GS beside what else changes, and the floor of that: rounding the unedited model to bfloat16.
+TRADEOFF_COLUMNS = {
+    **_LABELS,
+    **{f"own_{form}_{name}": f"{text}, {form}" for form in get_args(Form) for name, text in _DRIFT.items()},
+    **{
+        f"own_{form}_{name}{FLOOR}": f"{text}, {form}, floor"
+        for form in get_args(Form)
+        for name, text in _DRIFT.items()
+    },
     "training_seconds": "train (s)",
     "edit_seconds": "edit (s)",
 }
@@ -64,7 +78,7 @@ def render(
         pictures={kind: base64.b64encode(picture).decode() for kind, picture in pictures.items()},
         codes=codes,
         score_columns=SCORE_COLUMNS,
-        residual_columns=RESIDUAL_COLUMNS,
+        columns={"cancellation": RESIDUAL_COLUMNS, "tradeoff": TRADEOFF_COLUMNS},
         measured_columns=_measured_columns,
         number=_number,
     )
@@ -81,6 +95,6 @@ def _number(name: str, value: Mapping[str, float] | None) -> str:
     mean, deviation = value["mean"], value["deviation"]
     if name.endswith("_seconds"):
         return f"{mean:.1f}"
-    if name == "mean_residual":
+    if name == "mean_residual" or "_kl" in name:
         return f"{mean:.3g}"
     return f"{mean:.0f} ± {deviation:.0f}" if name.endswith("_mb") else f"{100 * mean:.1f} ± {100 * deviation:.1f}"

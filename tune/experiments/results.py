@@ -6,12 +6,15 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from malmen.config import Config
+from malmen.lm.own_text import Form
+from malmen.measure.drift import Drift
 from malmen.methods.registry import METHODS
-from malmen.metrics import BEFORE, BY_TOKENS, ENDED, GENERATED, METRICS
+from malmen.metrics import BEFORE, BY_TOKENS, ENDED, FLOOR, GENERATED, METRICS
 from malmen.runs.files import write_json
 from malmen.tune.experiments.cells import Cell, Cells
 from malmen.tune.experiments.figures import draw
@@ -24,6 +27,7 @@ NUMBERS = (
     "locality_agreement",
     "locality_agreement_generated",
     "mean_residual",
+    *(f"own_{form}_{field.name}{of}" for of in ("", FLOOR) for form in get_args(Form) for field in fields(Drift)),
 )
 
 
@@ -79,7 +83,7 @@ def _result(kind: str, settings: ExperimentConfig, config: Config, store: Cells)
         about = {"variant": row.variant.name, "label": row.variant.label, "edits": row.edits}
         in_rounds = {"rounds": row.rounds, "way": row.way} if kind == "rounds" else {}
         rows.append({**about, **summary([store.get(Cell.of(row, seed)) for seed in settings.seeds]), **in_rounds})
-    return {"rows": rows, **({"recipes": settings.recipes} if kind == "recipes" else {})}
+    return {"rows": rows, **({"recipes": settings.recipes} if kind in ("recipes", "tradeoff") else {})}
 
 
 def memory_summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

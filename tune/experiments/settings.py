@@ -23,7 +23,7 @@ from malmen.methods.registry import METHODS
 from malmen.platform.cli.options import resolve_config, shipped_file
 
 PRESETS = Path(__file__).parent / "presets"
-KINDS = ("scaling", "ablation", "cancellation", "rounds", "memory", "failures", "recipes")
+KINDS = ("scaling", "ablation", "cancellation", "rounds", "memory", "failures", "recipes", "tradeoff")
 CANCELLING = {"squares_answer": "least_squares", "sum_answer": "sum"}  # ways of merging that `cancellation` compares
 KEY_PREFIX = "experiment."  # of overrides that are not the config's
 Ablation = Literal["sum", "no_regularisation", "other_ffn", "other_tokens"]
@@ -39,7 +39,9 @@ class ExperimentConfig(Section):
     edits: list[int] = Field(default=[16, 64, 256], min_length=1, description="numbers of edits, made at once")
     ablations: list[Ablation] = Field(default=list(get_args(Ablation)), description="changes of MALMEN")
     ablation_edits: int = Field(default=256, gt=0, description="edits at which they are compared")
-    recipes: dict[str, dict[str, Any]] = Field(default={}, description="NAME: {section.key: value}, for `recipes`")
+    recipes: dict[str, dict[str, Any]] = Field(
+        default={}, description="NAME: {section.key: value}, for `recipes` and `tradeoff`"
+    )
     rounds: int = Field(default=8, gt=1, description="rounds of sequential editing, together ablation_edits edits")
     memory_edits: list[int] = Field(default=[32, 64, 128, 256, 512], description="edits of a step whose peak is taken")
     memory_gb: float = Field(default=4.0, gt=0, description="a step that needs more counts as having run out")
@@ -47,6 +49,11 @@ class ExperimentConfig(Section):
     cpus: float = Field(default=1, gt=0, description="of Ray, for each method and seed")
     gpus: float | None = Field(default=None, ge=0, description="the same; default: 1 where the cluster has any")
     generate: bool = Field(default=True, description="also compare freely generated answers")
+    own_texts: int = Field(
+        default=48,
+        ge=0,
+        description="texts of the model's own in each form, along which drift is measured where `generate` is on",
+    )
 
     @field_validator("methods")
     @classmethod

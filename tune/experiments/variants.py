@@ -99,6 +99,10 @@ def rows_of(kind: str, settings: ExperimentConfig, config: Config) -> list[Row]:
     if kind == "recipes":
         variants = [malmen, *(recipe(name, settings, config) for name in settings.recipes)]
         return [Row(variant, edits) for edits in settings.edits for variant in variants]
+    if kind == "tradeoff":
+        variants = [method_variant(name, config) for name in settings.methods]
+        variants += [recipe(name, settings, config) for name in settings.recipes]
+        return [Row(variant, edits) for variant in variants for edits in settings.edits]
     rows = []
     if kind == "rounds":
         for name in METHODS:

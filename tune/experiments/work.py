@@ -99,7 +99,9 @@ def _measure(
     if residual is None and cell.rounds == 1 and isinstance(method, Editor):
         batches = encode_batches(lm, facts, method.config)
         residual = sum_residual(method, trace(lm, method.layers, batches, config.editor.tokens))
-    evaluation = evaluate(lm, records, shifts, config, generate=settings.generate, residual=residual)
+    evaluation = evaluate(
+        lm, records, shifts, config, generate=settings.generate, own_texts=settings.own_texts, residual=residual
+    )
     scores, failures = evaluation.scores(), _failures(evaluation, settings.failures)
     return {"scores": scores, "score": score(scores), "edit_seconds": seconds, "failures": failures}
 

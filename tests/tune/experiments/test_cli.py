@@ -16,6 +16,11 @@ def test_every_experiment_is_a_command_with_its_own_help(malmen: Run) -> None:
     assert "Fig. 10" in malmen("experiment", "memory", "--help")[1]
 
 
+def test_a_tradeoff_without_own_texts_is_refused(malmen: Run) -> None:
+    code, _, err = malmen("experiment", "tradeoff", "--preset", "world", "experiment.own_texts=0")
+    assert code == 2 and "experiment.own_texts above 0, here True and 0" in err
+
+
 def test_recipes_without_any_are_refused(malmen: Run) -> None:
     code, _, err = malmen("experiment", "recipes", "--preset", "world", "experiment.recipes={}")
     assert code == 2 and "no recipes to compare" in err

@@ -11,6 +11,30 @@ from malmen.tune.experiments.results import write_results
 from malmen.tune.experiments.settings import ExperimentConfig, base_config
 
 
+def test_the_tradeoff_has_every_method_and_recipe_by_its_drift_along_own_texts(
+    settings: ExperimentConfig, tmp_path: Path
+) -> None:
+    chosen = settings.model_copy(
+        update={
+            "seeds": [0], "edits": [2, 4], "methods": ["malmen", "ft"], "own_texts": 3, "generate": True,
+            "recipes": {"local": {"training.locality_coef": 9}},
+        }
+    )  # fmt: skip
+    config = base_config(chosen)
+    for group in groups_of(chosen, config, {"tradeoff"}):
+        work.do_cells(group, chosen, tmp_path)
+    (path,) = write_results(chosen, config, tmp_path, ["tradeoff"])
+    found = json.loads(path.read_text())
+    assert [(row["variant"], row["edits"]) for row in found["rows"]] == [
+        (name, edits) for name in ("malmen", "ft", "local") for edits in (2, 4)
+    ]
+    for row in found["rows"]:
+        assert row["own_raw_kl"]["mean"] > 0 and 0 < row["own_raw_kl_floor"]["mean"] < 0.01
+        assert 0 <= row["own_raw_unchanged_20"]["mean"] <= 1 and row["own_chat_kl"] is None  # it has no chat template
+    assert "KL per token of its own texts, raw prompts" in path.with_suffix(".svg").read_text()
+    assert found["recipes"] == chosen.recipes
+
+
 def test_recipes_stand_beside_malmen_as_it_is(settings: ExperimentConfig, tmp_path: Path) -> None:
     chosen = settings.model_copy(update={"seeds": [0], "recipes": {"less_damping": {"editor.damping": 0.01}}})
     config = base_config(chosen)
