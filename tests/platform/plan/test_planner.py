@@ -38,7 +38,8 @@ def planner(_shared: Planner) -> Planner:
 
 def _builtin(*overrides: str) -> Config:
     small = ["training.num_edits=8", "editor.rank=64", "editor.layers=last:1"]
-    return load_config(CONFIGS / "builtin.yaml", [*small, *overrides])
+    papers = ["editor.learn_preserved_weight=false", "editor.preserved_weight=0"]
+    return load_config(CONFIGS / "builtin.yaml", [*small, *papers, *overrides])
 
 
 def test_a_plan_is_of_a_step_of_the_configs_size() -> None:
@@ -71,7 +72,7 @@ def test_own_texts_are_planned_as_long_as_they_may_become() -> None:
         ("lm", "training.num_edits=64"),
         ("lm", "editor.layers=last:2"),
         ("hypernet", "editor.layers=last:2"),
-        ("hypernet", "editor.preserved_weight=1"),  # all moments of keys, and the large form of the equation
+        ("hypernet", "editor.preserved_weight=1"),  # all moments of keys, and the factor of A
     ],
 )
 def test_more_of_it_needs_more(planner: Planner, role: str, more: str) -> None:
