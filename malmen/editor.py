@@ -22,7 +22,7 @@ from malmen.config import Config
 from malmen.data.records import Fact
 from malmen.errors import EditError, check_base_model
 from malmen.hypernet import HypernetRows, HyperNetwork, Statistics, run_in_batches
-from malmen.least_squares import ROWS_AT_ONCE, NormalEquation, Pullback, token_residuals
+from malmen.least_squares import ROWS_AT_ONCE, NormalEquation, Pullback, solve_least_squares, token_residuals
 from malmen.lm.devices import release_freed_memory, slices_products
 from malmen.lm.layers import LayerSpec
 from malmen.lm.trace import Traces, trace
@@ -193,6 +193,14 @@ class Editor(nn.Module):
         return {
             name: equation.solve(damping[name], self._preserved(name)).shift for name, equation in equations.items()
         }
+
+    def solve_targets(self, targets: Mapping[str, LayerTargets]) -> dict[str, Tensor]:
+        """Shifts from the rows themselves, which costs less where they are few."""
+        damping = self.damping()
+        solutions = {
+            name: solve_least_squares(*rows, damping[name], self._preserved(name)) for name, rows in targets.items()
+        }
+        return {name: solution.shift for name, solution in solutions.items()}
 
     def backward(self, solved: Solved, shift_grads: Mapping[str, Tensor]) -> None:
         """Stages (v)–(vii): add ∇_θ L_meta, given ∇_W̃ L_meta of each layer, to the gradients of θ. It uses up the
