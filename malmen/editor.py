@@ -127,11 +127,10 @@ class Editor(nn.Module):
 
     @torch.no_grad()
     def preserve(self, moments: Mapping[str, Tensor]) -> None:
-        """Set E[u uᵀ] by layer (key, key), of keys whose outputs stay as they are as far as `editor.preserved_weight`
-        weighs."""
+        """Set E[u uᵀ] by layer (key, key), of keys whose outputs stay as `editor.preserved_…` says."""
         for name, moment in moments.items():
             net, index = self._find(name)
-            assert net.moments is not None, "editor.preserved_weight is 0, or the shifts are summed"
+            assert net.moments is not None, "no keys are preserved, or the shifts are summed"
             assert moment.shape == net.moments[index].shape, (moment.shape, net.moments[index].shape)
             if not bool(torch.isfinite(moment).all()):
                 raise EditError(f"layer {name}: the keys of the unrelated facts to preserve are not finite")

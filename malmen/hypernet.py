@@ -187,10 +187,10 @@ class HyperNetwork(nn.Module):
         if index not in known:
             if not bool(torch.isfinite(moments[index]).all()):
                 raise EditError(
-                    f"editor.preserved_weight is {settings.preserved_weight:g}, but this editor has no keys to "
-                    "preserve: create it with malmen.training.make_editor, or call its `preserve`"
+                    f"{settings.preserving_words}, but this editor has no keys to preserve: "
+                    "create it with malmen.training.make_editor, or call its `preserve`"
                 )
-            known[index] = KeyMoment(moments[index])
+            known[index] = KeyMoment(moments[index], settings.preserved_null_space)
         learned = self.log_preserved_weight is not None
         weight = float(self.preserved_weight().detach()[index]) if learned else settings.preserved_weight
         return Preserved(known[index], weight, keep)

@@ -25,7 +25,13 @@ def plain_traces(setup: Setup, facts: list[EncodedFact]) -> Traces:
 
 @pytest.mark.parametrize(
     "editor",
-    [{}, {"aggregation": "sum"}, {"preserved_weight": 2.0}, {"token_weights": "learned"}],
+    [
+        {},
+        {"aggregation": "sum"},
+        {"preserved_weight": 2.0},
+        {"preserved_null_space": 0.5},
+        {"token_weights": "learned"},
+    ],
     ids=lambda editor: next(iter(editor), "paper"),
 )
 def test_any_walk_of_additions_and_removals_ends_in_the_shift_from_scratch(kind: str, editor: dict[str, Any]) -> None:
@@ -47,7 +53,7 @@ def test_any_walk_of_additions_and_removals_ends_in_the_shift_from_scratch(kind:
     assert_close(current.shifts(), scratch, **EXACT)
 
 
-@pytest.mark.parametrize("editor", [{}, {"preserved_weight": 2.0}], ids=["paper", "preserved"])
+@pytest.mark.parametrize("editor", [{}, {"preserved_weight": 2.0}, {"preserved_null_space": 0.5}])
 def test_a_small_set_keeps_rows_a_large_one_sums_and_both_give_the_same_shift(editor: dict[str, Any]) -> None:
     setup = make_setup("gpt2", **editor)
     facts = random_facts(setup.lm, 40, 1)

@@ -42,13 +42,14 @@ def _problem(tokens: int, others: int = 30) -> Problem:
     return Problem(normal(tokens, KEY), normal(tokens, VALUE), rows.T @ rows / others, normal(VALUE, KEY))
 
 
-def _autograd(problem: Problem) -> dict[str, Tensor]:
-    """All that a solution gives, from the formula."""
+def _autograd(problem: Problem, basis: Tensor | None = None) -> dict[str, Tensor]:
+    """All that a solution gives, from the formula; `basis` (KEY, kept) is what S is confined to."""
+    basis = torch.eye(KEY, dtype=torch.float64) if basis is None else basis
     keys, diffs, moment, shift_grad = problem
     diffs = diffs.clone().requires_grad_()
     log_damping, log_weight = (torch.tensor(of, dtype=torch.float64).log().requires_grad_() for of in (DAMPING, WEIGHT))
     gram = keys.T @ keys + log_damping.exp() * torch.eye(KEY, dtype=torch.float64) + log_weight.exp() * moment
-    shift = torch.linalg.solve(gram, keys.T @ diffs).T
+    shift = torch.linalg.solve(basis.T @ gram @ basis, basis.T @ keys.T @ diffs).T @ basis.T
     grads = torch.autograd.grad((shift * shift_grad).sum(), (diffs, log_damping, log_weight))
     return dict(zip(("shift", "diffs", "log_damping", "log_weight"), (shift.detach(), *grads), strict=True))
 
@@ -124,3 +125,47 @@ def test_values_that_are_not_finite_are_a_clear_error() -> None:
     problem.keys[0, 0] = torch.nan
     with pytest.raises(EditError, match="not finite"):
         solve_least_squares(problem.keys, problem.diffs, DAMPING, Preserved(KeyMoment(problem.moment), WEIGHT))
+
+
+# --- the null space ---
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 20])
+@pytest.mark.parametrize("weight", [WEIGHT, 0.0])
+def test_confined_shifts_and_all_their_gradients_are_autograds(tokens: int, weight: float) -> None:
+    problem = _problem(tokens)
+    values, vectors = torch.linalg.eigh(problem.moment)
+    basis = vectors[:, values < 0.6 * values.mean()]
+    assert 2 < basis.shape[1] < KEY - 2
+    preserved = Preserved(KeyMoment(problem.moment, 0.6), weight)
+    without = problem._replace(moment=torch.zeros_like(problem.moment))
+    expected = _autograd(problem if weight else without, basis)
+    for solution in _forms(problem, preserved):
+        found = _found(solution, problem, preserved)
+        assert_close(found, expected, **EXACT)
+        assert_close(found["shift"] @ (torch.eye(KEY) - basis @ basis.T), 0 * found["shift"], **EXACT)
+
+
+def test_keys_in_the_span_of_what_is_preserved_stay_as_they_are() -> None:
+    """Four keys to preserve leave eight dimensions free; no token can move their outputs."""
+    problem, others = _problem(5), torch.randn(4, KEY, dtype=torch.float64)
+    for solution in _forms(problem, Preserved(KeyMoment(others.T @ others / 4, 1e-9), 0.0)):
+        assert solution.shift.norm() > 0.1
+        assert_close(solution.shift @ others.T, torch.zeros(VALUE, 4, dtype=torch.float64), **EXACT)
+
+
+def test_a_threshold_above_all_eigenvalues_confines_nothing() -> None:
+    problem = _problem(5)
+    expected = _autograd(problem)
+    preserved = Preserved(KeyMoment(problem.moment, 1e3), WEIGHT)
+    for solution in _forms(problem, preserved):
+        assert_close(_found(solution, problem, preserved), expected, **EXACT)
+
+
+def test_a_null_space_without_eigenvectors_is_a_clear_error() -> None:
+    problem = _problem(3)
+    preserved = Preserved(KeyMoment(problem.moment, 1e-6), WEIGHT)
+    with pytest.raises(
+        EditError, match=r"below editor\.preserved_null_space=1e-06 times .* smallest of 12 is 0\.\d+ times"
+    ):
+        solve_least_squares(problem.keys, problem.diffs, DAMPING, preserved)
