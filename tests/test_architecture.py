@@ -139,7 +139,6 @@ def test_every_folder_of_modules_is_in_the_package_map() -> None:
 # --- rooms of a size that a reader can take in --------------------------------------------------------
 
 SMALL = {  # modules under 40 lines, each with the reason why it stands alone
-    "malmen/errors.py": "every room raises these errors; it imports nothing",
     "malmen/lm/losses.py": "the two losses of the paper, for tracing and for the meta loss",
     "platform/wire.py": "how tensors travel, for both sides of the wire",
     "serve/main.py": "`python -m malmen.serve.main`, where the command is not installed",

@@ -110,16 +110,16 @@ def test_an_actor_that_never_joins_a_collective_is_healed_within_the_bound(tmp_p
     try:
         group.heal(lambda: None)
         traces, start = _traces(lm, layers, config, 0), time.monotonic()
-        group.put_traces(None, 0, traces)
+        group.put_traces(None, 0, dict(traces))
         with pytest.raises(
             HypernetLost, match=r"solving held-out edits: another process has not joined a collective .*6 s"
         ):
             group._get([group.actors[0].solve.remote(group.generation, None, "float64")])
         assert 5 < time.monotonic() - start < 12
-        group.put_traces(None, 0, traces)
+        group.put_traces(None, 0, dict(traces))
         group.actors[0].solve.remote(group.generation, None, "float64")  # and healing, while it waits again
         assert group.heal(lambda: None) == 0
-        group.put_traces(None, 0, traces)
+        group.put_traces(None, 0, dict(traces))
         shifts, _ = group.solve(None, "float64")
         assert_close(dict(shifts), dict(make_editor(lm, config).solve(traces).shifts), rtol=1e-9, atol=1e-12)
     finally:

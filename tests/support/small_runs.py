@@ -22,4 +22,16 @@ def make_config(**training: object) -> Config:
     )
 
 
-SMALL = ["rank=8", "layers=last:2", "training.steps=3", "num_edits=4", "eval_every=0"]  # the same on the command line
+# the same on the command line
+SMALL = ["rank=8", "layers=last:2", "training.steps=3", "num_edits=4", "eval_edits=4", "eval_every=0"]
+
+# the built-in world's config with the paper's equation, and all of a step's given facts
+PLAIN = [
+    "editor.token_weights=equal",
+    "editor.learn_preserved_weight=false",
+    "editor.preserved_weight=0",
+    "data.unrelated=given",
+    "training.min_edits=null",
+    "training.equivalents_per_step=null",
+    "training.unrelated_per_step=null",
+]

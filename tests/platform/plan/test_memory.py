@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_runs import PLAIN
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -47,7 +48,7 @@ def facts(lm: LanguageModel) -> StepFacts:
 
 def _builtin(*overrides: str) -> Config:
     small = ["training.num_edits=8", "editor.rank=64", "editor.layers=last:1"]
-    return load_config(CONFIGS / "builtin.yaml", [*small, *overrides])
+    return load_config(CONFIGS / "builtin.yaml", [*PLAIN, *small, *overrides])
 
 
 def _editor(lm: LanguageModel, config: Config) -> Editor:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_runs import PLAIN
 
 from malmen.config import Config, load_config
 from malmen.errors import EditError
@@ -38,8 +39,7 @@ def planner(_shared: Planner) -> Planner:
 
 def _builtin(*overrides: str) -> Config:
     small = ["training.num_edits=8", "editor.rank=64", "editor.layers=last:1"]
-    papers = ["editor.learn_preserved_weight=false", "editor.preserved_weight=0"]
-    return load_config(CONFIGS / "builtin.yaml", [*small, *papers, *overrides])
+    return load_config(CONFIGS / "builtin.yaml", [*PLAIN, *small, *overrides])
 
 
 def test_a_plan_is_of_a_step_of_the_configs_size() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from small_runs import PLAIN
 
 from malmen.config import Config, load_config
 from malmen.platform.plan.planner import Planner, PlanOptions
@@ -20,7 +21,7 @@ LENGTH, ANSWERS = 11, 3  # tokens that the model reads of a fact of 12, and its 
 
 def _config(edits: int, layers: int, *overrides: str) -> Config:
     small = [f"training.num_edits={edits}", f"editor.layers=last:{layers}", "editor.rank=64", "model.dtype=float32"]
-    return load_config(CONFIGS / "builtin.yaml", [*small, "editor.tokens=answer", *overrides])
+    return load_config(CONFIGS / "builtin.yaml", [*PLAIN, *small, "editor.tokens=answer", *overrides])
 
 
 def _flops(config: Config) -> dict[str, int]:
@@ -28,14 +29,16 @@ def _flops(config: Config) -> dict[str, int]:
     return {stage.name: stage.flops for stage in plan.stages}
 
 
-def _block(facts: int) -> float:
-    """One block forward: the products of attention's and the FFN's linear maps, and attention itself."""
-    return 24 * HIDDEN**2 * facts * LENGTH + 4 * HIDDEN * LENGTH**2 * facts
+def _block(facts: int, outputs: int = LENGTH) -> float:
+    """One block forward: the products of attention's and the FFN's linear maps, and attention itself. Attention reads
+    every token; what follows it runs for `outputs` of them."""
+    return HIDDEN**2 * facts * (6 * LENGTH + 18 * outputs) + 4 * HIDDEN * LENGTH**2 * facts
 
 
-def _block_back(facts: int) -> float:
-    """Back to a block's input. Weights are frozen, so a map costs one product again; attention's two become five."""
-    return 24 * HIDDEN**2 * facts * LENGTH + 10 * HIDDEN * LENGTH**2 * facts
+def _block_back(facts: int, inputs: int = LENGTH, outputs: int = LENGTH) -> float:
+    """From `outputs` tokens back to `inputs` of a block. Weights are frozen, so a map costs one product again;
+    attention's two become five."""
+    return HIDDEN**2 * facts * (6 * inputs + 18 * outputs) + 10 * HIDDEN * LENGTH**2 * facts
 
 
 def _head(facts: int) -> float:
@@ -43,25 +46,29 @@ def _head(facts: int) -> float:
     return 2 * HIDDEN * VOCABULARY * facts * ANSWERS
 
 
+def _forward(facts: int, blocks: int = BLOCKS) -> float:
+    """The upper `blocks` and the head. The last block's outputs are needed at the answers alone."""
+    return (blocks - 1) * _block(facts) + _block(facts, ANSWERS) + _head(facts)
+
+
 CASES = pytest.mark.parametrize(("edits", "layers"), [(64, 1), (64, 2), (300, 2)])  # 300: in 4 micro-batches
 
 
 @CASES
 def test_a_trace_is_one_pass_forward_and_a_way_back_to_the_first_edit(edits: int, layers: int) -> None:
-    forward = BLOCKS * _block(edits) + _head(edits)
-    backward = (layers - 1) * _block_back(edits) + _head(edits)
-    assert _flops(_config(edits, layers))["trace"] == pytest.approx(forward + backward, rel=TOLERANCE)
+    backward = (layers - 1) * _block_back(edits, ANSWERS, ANSWERS) + _head(edits)  # value gradients of the answers
+    assert _flops(_config(edits, layers))["trace"] == pytest.approx(_forward(edits) + backward, rel=TOLERANCE)
 
 
 @CASES
 def test_the_meta_loss_is_two_passes_of_the_edited_model_and_the_unedited_one_above_the_stem(
     edits: int, layers: int
 ) -> None:
-    to_shifts = layers * 2 * KEY * VALUE * edits * LENGTH  # ∇_W̃ of each edited layer, over all tokens
-    backward = (layers - 1) * _block_back(edits) + _head(edits) + to_shifts
-    equivalents = BLOCKS * _block(edits) + _head(edits) + backward
-    reference = BLOCKS * _block(edits) + _head(edits)  # no gradient; leaves its stem to the edited pass
-    unrelated = reference + layers * _block(edits) + _head(edits) + backward
+    to_shifts = 2 * KEY * VALUE * edits * ((layers - 1) * LENGTH + ANSWERS)  # ∇_W̃ of each edited layer
+    backward = (layers - 1) * _block_back(edits, outputs=ANSWERS) + _head(edits) + to_shifts
+    equivalents = _forward(edits) + backward
+    reference = _forward(edits)  # no gradient; leaves its stem to the edited pass
+    unrelated = reference + _forward(edits, layers) + backward
     assert _flops(_config(edits, layers))["meta_loss"] == pytest.approx(equivalents + unrelated, rel=TOLERANCE)
 
 
