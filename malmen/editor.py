@@ -22,10 +22,11 @@ from malmen.config import Config
 from malmen.data.records import Fact
 from malmen.errors import EditError, check_base_model
 from malmen.hypernet import HypernetRows, HyperNetwork, Statistics, run_in_batches
-from malmen.least_squares import ROWS_AT_ONCE, NormalEquation, Pullback, token_residuals
+from malmen.least_squares import ROWS_AT_ONCE, NormalEquation, Pullback, solve_least_squares, token_residuals
 from malmen.lm.devices import release_freed_memory, slices_products
 from malmen.lm.layers import LayerSpec
 from malmen.lm.trace import Traces, trace
+from malmen.preserved import Preserved
 from malmen.shards import Shards, SolvedShard
 
 if TYPE_CHECKING:  # a process that only holds an editor does not wait for transformers
@@ -126,11 +127,10 @@ class Editor(nn.Module):
 
     @torch.no_grad()
     def preserve(self, moments: Mapping[str, Tensor]) -> None:
-        """Set E[u uᵀ] by layer (key, key), of keys whose outputs stay as they are as far as `editor.preserved_weight`
-        weighs."""
+        """Set E[u uᵀ] by layer (key, key), of keys whose outputs stay as `editor.preserved_…` says."""
         for name, moment in moments.items():
             net, index = self._find(name)
-            assert net.moments is not None, "editor.preserved_weight is 0, or the shifts are summed"
+            assert net.moments is not None, "no keys are preserved, or the shifts are summed"
             assert moment.shape == net.moments[index].shape, (moment.shape, net.moments[index].shape)
             if not bool(torch.isfinite(moment).all()):
                 raise EditError(f"layer {name}: the keys of the unrelated facts to preserve are not finite")
@@ -158,7 +158,7 @@ class Editor(nn.Module):
         damping = self.damping()
         for name in solved.value_diffs:
             try:
-                rows, preserved = self._weighed(solved, name), self._preserved(name)
+                rows, preserved = self._weighed(solved, name), self._preserved(name, training=training)
                 sliced = slices_products(self.config.editor.products, rows.value_diffs)
                 solved.solutions[name] = self.shards.solve(name, *rows, damping[name], preserved, sliced=sliced)
             except EditError as error:
@@ -192,6 +192,14 @@ class Editor(nn.Module):
         return {
             name: equation.solve(damping[name], self._preserved(name)).shift for name, equation in equations.items()
         }
+
+    def solve_targets(self, targets: Mapping[str, LayerTargets]) -> dict[str, Tensor]:
+        """Shifts from the rows themselves, which costs less where they are few."""
+        damping = self.damping()
+        solutions = {
+            name: solve_least_squares(*rows, damping[name], self._preserved(name)) for name, rows in targets.items()
+        }
+        return {name: solution.shift for name, solution in solutions.items()}
 
     def backward(self, solved: Solved, shift_grads: Mapping[str, Tensor]) -> None:
         """Stages (v)–(vii): add ∇_θ L_meta, given ∇_W̃ L_meta of each layer, to the gradients of θ. It uses up the
@@ -334,28 +342,18 @@ class Editor(nn.Module):
         return (diffs_grad * part.value_diffs()).sum() + (roots_grad * part.weight_roots).sum()
 
     def _scalars_backward(self, name: str, shift: Tensor, pullback: Pullback, damping: float) -> None:
-        """Add the gradients of log λ (Theorem 2) and, where w is learned, of log w: dL/dw = −tr(M C S*ᵀ)."""
+        """Add the gradients of log λ (Theorem 2) and, where w is learned, of log w."""
         net, index = self._find(name)
         if self.config.editor.regularisation:
             _add_grad(net.log_damping, index, pullback.damping_grad * damping)
         if net.log_preserved_weight is not None:
-            preserved = self._preserved(name)
-            assert pullback.pullback is not None and preserved is not None
-            _add_grad(net.log_preserved_weight, index, -(pullback.pullback * (shift @ preserved)).sum())
+            preserved = self._preserved(name, training=True)
+            assert preserved is not None
+            _add_grad(net.log_preserved_weight, index, pullback.weight_grad(shift, preserved))
 
-    def _preserved(self, name: str) -> Tensor | None:
-        """wC of a layer (key, key), if keys are preserved."""
+    def _preserved(self, name: str, *, training: bool = False) -> Preserved | None:
         net, index = self._find(name)
-        if net.moments is None:
-            return None
-        if not bool(torch.isfinite(net.moments[index]).all()):
-            raise EditError(
-                f"editor.preserved_weight is {self.config.editor.preserved_weight:g}, but this editor has no "
-                "keys to preserve: create it with malmen.training.make_editor, or call its `preserve`"
-            )
-        fixed = net.log_preserved_weight is None
-        weight = self.config.editor.preserved_weight if fixed else float(net.preserved_weight().detach()[index])
-        return weight * net.moments[index].double()
+        return net.preserved(index, keep=not training)  # a step of training changes λ and w
 
     def _find(self, name: str) -> tuple[HyperNetwork, int]:
         for shape, members in self.groups.items():

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from malmen.config import EditorConfig
+from malmen.errors import EditError
 from malmen.lm.trace import LayerTrace, Traces
+from malmen.preserved import KeyMoment, Preserved
 
 _SMALLEST_SQUARE = 1e-8  # mean square of a normalised gradient, below which all gradients count as 0
 _ROUNDING = 1e-7  # of float32 features, relative to their mean
@@ -154,6 +156,8 @@ class HyperNetwork(nn.Module):
         moments = torch.full((num_layers, key_size, key_size), torch.nan) if settings.preserving else None
         self.moments: Tensor | None
         self.register_buffer("moments", moments)
+        self._settings = settings
+        self._key_moments: tuple[Tensor | None, int, dict[int, KeyMoment]] = (None, 0, {})  # of `moments` at a version
 
     def eta(self) -> Tensor:
         """η of each layer (layers,)."""
@@ -171,6 +175,25 @@ class HyperNetwork(nn.Module):
         """w of each layer in float64 (layers,), where it is learned."""
         assert self.log_preserved_weight is not None
         return self.log_preserved_weight.double().exp()
+
+    def preserved(self, index: int, *, keep: bool) -> Preserved | None:
+        """What is to stay of a layer's outputs, if anything; `keep` if solves with the same θ follow."""
+        if self.moments is None:
+            return None
+        moments, version = self.moments, self.moments._version
+        if self._key_moments[0] is not moments or self._key_moments[1] != version:  # moved, loaded or set
+            self._key_moments = (moments, version, {})
+        known, settings = self._key_moments[2], self._settings
+        if index not in known:
+            if not bool(torch.isfinite(moments[index]).all()):
+                raise EditError(
+                    f"{settings.preserving_words}, but this editor has no keys to preserve: "
+                    "create it with malmen.training.make_editor, or call its `preserve`"
+                )
+            known[index] = KeyMoment(moments[index], settings.preserved_null_space)
+        learned = self.log_preserved_weight is not None
+        weight = float(self.preserved_weight().detach()[index]) if learned else settings.preserved_weight
+        return Preserved(known[index], weight, keep)
 
     def forward(self, layers: Tensor, keys: Tensor, value_grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """ũ (tokens, key), −η ∇̃_v L (tokens, value) and, if tokens have weights, their square roots (tokens,);

@@ -8,18 +8,24 @@ gradient (Theorem 1) and dL/dλ (Theorem 2). Rows are tokens: `keys` is Uᵀ and
 
 Products are formed in float64, or `sliced`: in float32 without a rounding error, for GPUs that are slow in float64.
 
-Beyond the paper, keys whose outputs are to stay as they are may be named by their second moment C = E[uuᵀ]: then
-w E‖Su‖² joins the sum, and UUᵀ + wC stands for UUᵀ everywhere above. `preserved` is wC; with it the first form is used.
+Beyond the paper, keys whose outputs are to stay as they are may be named by their second moment C = E[uuᵀ]
+(preserved.py): then A = λI + wC stands for λI everywhere above, and the second form reads
+S* = D(I + UᵀA⁻¹U)⁻¹UᵀA⁻¹. A is factorised apart from the tokens, so a solve with the same λ and w costs a few
+(token, token) and (token, key) operations only.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from malmen.errors import EditError
+
+if TYPE_CHECKING:  # preserved.py factorises with this module
+    from malmen.preserved import Metric, Preserved
 
 ROWS_AT_ONCE = 8192  # bounds the float64 copies of rows
 _SLICES, _BITS = 4, 8
@@ -53,10 +59,12 @@ class NormalEquation:
     def __sub__(self, other: NormalEquation) -> NormalEquation:
         return NormalEquation(self.gram - other.gram, self.cross - other.cross)
 
-    def solve(self, damping: float, preserved: Tensor | None = None) -> PrimalSolution:
-        """S* by a (key, key) factorisation."""
-        factor = _cholesky(self.gram if preserved is None else self.gram + preserved, damping)
-        return PrimalSolution(torch.cholesky_solve(self.cross.T, factor).T, factor)
+    def solve(self, damping: float, preserved: Preserved | None = None) -> PrimalSolution:
+        """S* by a (key, key) factorisation; confined to a null space, by one of its size."""
+        vectors = None if preserved is None else preserved.vectors
+        gram = self.gram if vectors is None else vectors.T @ self.gram @ vectors
+        factor = cholesky(gram if preserved is None else gram + preserved.gram(), damping)
+        return PrimalSolution(_solve_within(self.cross, factor, vectors), factor, vectors)
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,8 @@ class Pullback:
 
     damping_grad: Tensor  # dL/dλ
     pullback: Tensor | None = None  # M (value, key), from the primal form
-    diffs_grad: Tensor | None = None  # ∇_D L (tokens, value), from the dual form
+    diffs_grad: Tensor | None = None  # ∇_D L (tokens, value), from the dual forms
+    scaling_grad: Tensor | None = None  # dL/d log w, from the dual form
 
     def rows(self, keys: Tensor, rows: slice) -> Tensor:
         """∇_D L = MU of these tokens (rows, value)."""
@@ -74,17 +83,25 @@ class Pullback:
         assert self.pullback is not None
         return keys[rows].double() @ self.pullback.T
 
+    def weight_grad(self, shift: Tensor, preserved: Preserved) -> Tensor:
+        """dL/d log w = −tr(M wC S*ᵀ); shift S* (value, key)."""
+        if self.scaling_grad is not None:
+            return self.scaling_grad
+        assert self.pullback is not None
+        return -(self.pullback * preserved.scaled(shift)).sum()
+
 
 @dataclass(frozen=True)
 class PrimalSolution:
-    """S* and the factor of UUᵀ + λI (+ wC)."""
+    """S* and the factor of UUᵀ + λI (+ wC), confined to `vectors` if there are any."""
 
     shift: Tensor  # S* (value, key)
     factor: Tensor  # lower Cholesky factor (key, key)
+    vectors: Tensor | None = None  # Û (key, kept)
 
     def pull_back(self, shift_grad: Tensor, _keys: Tensor) -> Pullback:
         """M = ∇_S L (UUᵀ + λI)⁻¹ and dL/dλ = −tr(M S*ᵀ); the same with wC, which depends on neither D nor λ."""
-        pullback = torch.cholesky_solve(shift_grad.double().T, self.factor).T
+        pullback = _solve_within(shift_grad.double(), self.factor, self.vectors)
         return Pullback(-(pullback * self.shift).sum(), pullback=pullback)
 
 
@@ -100,7 +117,7 @@ class DualSolution:
     def of(cls, keys: Tensor, value_diffs: Tensor, damping: float, *, sliced: bool = False) -> DualSolution:
         """S* by a (tokens, tokens) factorisation."""
         rows = keys.double()
-        factor = _cholesky(_sliced_product(keys.T, keys.T) if sliced else rows @ rows.T, damping)
+        factor = cholesky(_sliced_product(keys.T, keys.T) if sliced else rows @ rows.T, damping)
         weights = torch.cholesky_solve(value_diffs.double(), factor)
         return cls(weights.T @ rows, factor, weights)
 
@@ -110,21 +127,72 @@ class DualSolution:
         return Pullback(-(diffs_grad * self.weights).sum(), diffs_grad=diffs_grad)
 
 
-Solution = PrimalSolution | DualSolution
+@dataclass(frozen=True)
+class PreservingSolution:
+    """S* and the factor of I + UᵀA⁺U: the dual form with keys to preserve."""
+
+    shift: Tensor  # S* (value, key)
+    factor: Tensor  # lower Cholesky factor (tokens, tokens)
+    weights: Tensor  # (I + UᵀA⁺U)⁻¹Dᵀ (tokens, value); S* = weightsᵀ spread
+    spread: Tensor  # UᵀA⁺ (tokens, key)
+    metric: Metric
+    damping: float
+
+    @classmethod
+    def of(cls, keys: Tensor, value_diffs: Tensor, damping: float, preserved: Preserved) -> PreservingSolution:
+        """S* by a (tokens, tokens) factorisation, and one of A unless that is known."""
+        metric = preserved.metric(damping)
+        whitened = metric.whiten(keys.double())
+        factor = cholesky(whitened @ whitened.T, 1.0)
+        weights, spread = torch.cholesky_solve(value_diffs.double(), factor), metric.colour(whitened)
+        return cls(weights.T @ spread, factor, weights, spread, metric, damping)
+
+    def pull_back(self, shift_grad: Tensor, _keys: Tensor) -> Pullback:
+        """∇_D L, and with it MA⁺U = ∇_S L (A⁺)²U − (∇_D L)ᵀUᵀ(A⁺)²U, which dL/dλ = −tr(MS*ᵀ) takes.
+
+        λ dL/dλ + w dL/dw = −tr(MAS*ᵀ), and S*ᵀ = A⁺U weights.
+        """
+        grad = shift_grad.double()
+        diffs_grad = torch.cholesky_solve(self.spread @ grad.T, self.factor)
+        again = self.metric.colour(self.metric.whiten(self.spread))
+        moved = again @ grad.T - (self.spread @ self.spread.T) @ diffs_grad
+        damping_grad = -(moved * self.weights).sum()
+        scaling_grad = -(diffs_grad * self.weights).sum() - self.damping * damping_grad
+        return Pullback(damping_grad, diffs_grad=diffs_grad, scaling_grad=scaling_grad)
+
+
+SmallSolution = DualSolution | PreservingSolution
+Solution = PrimalSolution | SmallSolution
 
 
 def solve_least_squares(
-    keys: Tensor, value_diffs: Tensor, damping: float, preserved: Tensor | None = None, *, sliced: bool = False
+    keys: Tensor, value_diffs: Tensor, damping: float, preserved: Preserved | None = None, *, sliced: bool = False
 ) -> Solution:
     """S* for these tokens, in the cheaper of the two forms."""
-    if is_dual(keys.shape[0], keys.shape[1], preserved is not None):
-        return DualSolution.of(keys, value_diffs, damping, sliced=sliced)
+    sizes = keys.shape[1], value_diffs.shape[1]
+    if is_dual(keys.shape[0], *sizes, preserving=preserved is not None, damped=bool(damping > 0)):
+        return solve_dual(keys, value_diffs, damping, preserved, sliced=sliced)
     return NormalEquation.of(keys, value_diffs, sliced=sliced).solve(damping, preserved)
 
 
-def is_dual(num_tokens: int, key_size: int, preserving: bool) -> bool:
-    """Which form is used: the second where it is smaller, and can be."""
-    return num_tokens < key_size and not preserving
+def solve_dual(
+    keys: Tensor, value_diffs: Tensor, damping: float, preserved: Preserved | None, *, sliced: bool
+) -> SmallSolution:
+    """S* in the second form. Whitened keys are not sliced: their products are few, and not of float32 rows."""
+    if preserved is None:
+        return DualSolution.of(keys, value_diffs, damping, sliced=sliced)
+    return PreservingSolution.of(keys, value_diffs, damping, preserved)
+
+
+def is_dual(num_tokens: int, key_size: int, value_size: int, *, preserving: bool, damped: bool = True) -> bool:
+    """Which form is used: the second where it is cheaper, and can be.
+
+    With keys to preserve it passes A's factor over the tokens' keys as often as the first form passes its own over the
+    values, and A needs a λ above 0.
+    """
+    if preserving:
+        return damped and num_tokens < min(key_size // 2, value_size)
+    return num_tokens < key_size
 
 
 def token_residuals(keys: Tensor, shift: Tensor, value_diffs: Tensor) -> Tensor:
@@ -171,7 +239,15 @@ def _slices(rows: Tensor, exponents: Tensor) -> list[Tensor]:
     return parts
 
 
-def _cholesky(gram: Tensor, damping: float) -> Tensor:
+def _solve_within(rows: Tensor, factor: Tensor, vectors: Tensor | None) -> Tensor:
+    """Rows times the inverse of the factorised matrix (rows, key), which may be confined to vectors."""
+    if vectors is None:
+        return torch.cholesky_solve(rows.T, factor).T
+    return torch.cholesky_solve((rows @ vectors).T, factor).T @ vectors.T
+
+
+def cholesky(gram: Tensor, damping: float) -> Tensor:
+    """The lower factor of gram + λI in float64; EditError where that is not positive definite."""
     damped = gram.clone()
     damped.diagonal().add_(damping)
     if not bool(torch.isfinite(damped).all()):

@@ -19,7 +19,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from malmen.hypernet import Statistics
-from malmen.least_squares import DualSolution, NormalEquation, Pullback, Solution, is_dual, solve_least_squares
+from malmen.least_squares import (
+    NormalEquation,
+    Pullback,
+    SmallSolution,
+    Solution,
+    is_dual,
+    solve_dual,
+    solve_least_squares,
+)
+from malmen.preserved import Preserved
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,14 @@ class Shards:
         return mine.items()
 
     def solve(
-        self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float, preserved: Tensor | None, *, sliced: bool
+        self,
+        layer: str,
+        keys: Tensor,
+        value_diffs: Tensor,
+        damping: float,
+        preserved: Preserved | None,
+        *,
+        sliced: bool,
     ) -> SolvedShard:
         """S* for all tokens of the layer, given this editor's; all editors know the keys to preserve."""
         return solve_least_squares(keys, value_diffs, damping, preserved, sliced=sliced)
@@ -86,7 +102,7 @@ class Shards:
 class PartOfDual:
     """The dual solution of a layer whose tokens are on several editors, seen from one of them."""
 
-    solution: DualSolution
+    solution: SmallSolution
     all_keys: Tensor  # (all tokens, key)
     rows: slice  # this editor's
 
@@ -131,16 +147,26 @@ class ProcessGroupShards(Shards):
                 yield layer, Statistics(count[0], mean, squares)
 
     def solve(
-        self, layer: str, keys: Tensor, value_diffs: Tensor, damping: float, preserved: Tensor | None, *, sliced: bool
+        self,
+        layer: str,
+        keys: Tensor,
+        value_diffs: Tensor,
+        damping: float,
+        preserved: Preserved | None,
+        *,
+        sliced: bool,
     ) -> SolvedShard:
         """By rows where there are few, else by the sums of the normal equation."""
         if len(self.members[layer]) == 1:
             return solve_least_squares(keys, value_diffs, damping, preserved, sliced=sliced)
         counts = self.count_tokens(layer, len(keys))
-        if is_dual(sum(counts), keys.shape[1], preserved is not None):  # then (tokens, key) is less to send
+        sizes = keys.shape[1], value_diffs.shape[1]
+        if is_dual(
+            sum(counts), *sizes, preserving=preserved is not None, damped=damping > 0
+        ):  # then (tokens, key) is less to send
             all_keys, all_diffs = (self.gather_rows(layer, rows, counts) for rows in (keys, value_diffs))
             first = sum(counts[: self.members[layer].index(self.world_rank)])
-            solution = DualSolution.of(all_keys, all_diffs, damping, sliced=sliced)
+            solution = solve_dual(all_keys, all_diffs, damping, preserved, sliced=sliced)
             return PartOfDual(solution, all_keys, slice(first, first + len(keys)))
         equation = NormalEquation.of(keys, value_diffs, sliced=sliced)
         self.sum_tensor(layer, equation.gram)

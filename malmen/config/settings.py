@@ -71,6 +71,12 @@ class EditorConfig(Section):
         description="w of the term w·E‖Su‖² over keys u of unrelated training facts, added to the least squares (not "
         "to a sum); 0: as in the paper",
     )
+    preserved_null_space: float | None = Field(
+        default=None,
+        gt=0,
+        description="confines shifts to the eigenvectors of E[uuᵀ] of these keys whose eigenvalues are below so many "
+        "times the mean eigenvalue, e.g. 0.01; null: shifts may be anything",
+    )
     preserved_facts: int = Field(default=2048, gt=0, description="number of these facts, at most")
     learn_preserved_weight: bool = Field(
         default=False, description="whether w is learned per layer, as log w; `preserved_weight` is where it starts"
@@ -90,7 +96,15 @@ class EditorConfig(Section):
     @property
     def preserving(self) -> bool:
         """Whether keys are preserved. A sum of shifts solves no equation that a term could be added to."""
-        return self.preserved_weight > 0 and self.aggregation == "least_squares"
+        wanted = self.preserved_weight > 0 or self.preserved_null_space is not None
+        return wanted and self.aggregation == "least_squares"
+
+    @property
+    def preserving_words(self) -> str:
+        """The setting that preserves keys, for messages."""
+        if self.preserved_weight > 0:
+            return f"editor.preserved_weight is {self.preserved_weight:g}"
+        return f"editor.preserved_null_space is {self.preserved_null_space}"
 
     @property
     def weighing(self) -> bool:

@@ -32,7 +32,7 @@ def preserved_facts(config: Config, records: Iterable[EditRecord]) -> list[Fact]
     facts = list(dict.fromkeys(fact for record in records for fact in record.unrelated))
     if not facts:
         raise EditError(
-            f"editor.preserved_weight is {config.editor.preserved_weight:g}, but the records of {config.data.train} "
+            f"{config.editor.preserving_words}, but the records of {config.data.train} "
             "have no unrelated facts whose keys could be preserved: add unrelated facts, or set it to 0"
         )
     random.Random(f"preserved/{config.seed}").shuffle(facts)

@@ -20,6 +20,7 @@ from malmen.lm.losses import kl, nll
 from malmen.lm.model import LanguageModel
 from malmen.lm.overlay import edited
 from malmen.lm.trace import trace
+from malmen.preserved import KeyMoment, Preserved
 
 
 def concatenated_backward(lm: LanguageModel, editor: Editor, batch: MetaBatch) -> None:
@@ -46,7 +47,9 @@ def concatenated_backward(lm: LanguageModel, editor: Editor, batch: MetaBatch) -
             weight: Any = settings.preserved_weight
             if net.log_preserved_weight is not None:
                 weight = net.preserved_weight()[index]
-            preserved = None if net.moments is None else weight * net.moments[index].double()
+            preserved = None
+            if net.moments is not None:
+                preserved = Preserved(KeyMoment(net.moments[index], settings.preserved_null_space), weight)
             keys, diffs = traces[part.layer].keys, part.value_diffs()
             if part.weight_roots is not None:
                 roots = part.weight_roots[:, None]

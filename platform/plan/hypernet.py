@@ -11,7 +11,7 @@ from torch import Tensor
 from malmen.config import Config
 from malmen.data.tokens import EncodedFact
 from malmen.editor import Editor, HypernetRows, Solved
-from malmen.least_squares import DualSolution, is_dual
+from malmen.least_squares import DualSolution, PreservingSolution, is_dual
 from malmen.lm.layers import LayerSpec
 from malmen.lm.trace import LayerTrace, Traces
 from malmen.platform.plan.data import count_traced
@@ -35,11 +35,12 @@ class Equation:
 def find_equations(config: Config, layers: Sequence[LayerSpec], edits: Sequence[EncodedFact]) -> list[Equation]:
     """Of every edited layer; a sum of shifts solves none."""
     counts = count_traced(layers, edits, config.editor.tokens) if config.editor.aggregation != "sum" else {}
-    sizes = {layer.name: layer.key_size for layer in layers}
+    sizes = {layer.name: (layer.key_size, layer.value_size) for layer in layers}
+    preserving, damped = config.editor.preserving, config.editor.regularisation
     equations = []
     for name, tokens in counts.items():
-        dual = is_dual(tokens, sizes[name], config.editor.preserving)
-        size, form = (tokens, "dual") if dual else (sizes[name], "primal")
+        dual = is_dual(tokens, *sizes[name], preserving=preserving, damped=damped)
+        size, form = (tokens, "dual") if dual else (sizes[name][0], "primal")
         equations.append(Equation(name, form, size, 8 * size**2, 8 * size**2))
     return equations
 
@@ -130,9 +131,12 @@ def _kept(solved: Solved) -> tuple[list[tuple[str, int, int]], int]:
     found, kept = [], 0
     for part in solved.solutions.values():
         solution = part.solution if isinstance(part, PartOfDual) else part
-        dual = isinstance(solution, DualSolution)
+        dual = isinstance(solution, DualSolution | PreservingSolution)
         found.append(("dual" if dual else "primal", len(solution.factor), len(solution.shift)))
-        kept += solution.factor.nbytes + (solution.weights.nbytes if isinstance(solution, DualSolution) else 0)
+        kept += solution.factor.nbytes
+        kept += solution.weights.nbytes if isinstance(solution, DualSolution | PreservingSolution) else 0
+        if isinstance(solution, PreservingSolution):
+            kept += solution.spread.nbytes + total_bytes(vars(solution.metric).values())  # A's factor
         kept += part.all_keys.nbytes if isinstance(part, PartOfDual) else 0
     return found, kept
 

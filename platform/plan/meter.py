@@ -151,6 +151,8 @@ def _flops(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> float:
         return float(args[0].shape[-1] ** 3 / 3)
     if packet is _aten.cholesky_solve:
         return float(2 * args[1].shape[-1] ** 2 * args[0].shape[-1])
+    if packet is _aten.linalg_solve_triangular:
+        return float(args[1].numel() * args[0].shape[-1])
     if packet in (_ATTENTION, _ATTENTION_BACKWARD):
         query, key = args[0:2] if packet is _ATTENTION else args[1:3]
         return float((4 if packet is _ATTENTION else 10) * query.numel() * key.shape[-2])

@@ -63,7 +63,14 @@ def oracle_gradient(setup: Setup, batch: MetaBatch, traces: Traces) -> tuple[dic
             if weight := editor.config.editor.preserved_weight:
                 learned = net.log_preserved_weight
                 gram = gram + (weight if learned is None else learned[index].exp()) * net.moments[index]
-            shifts[layer.name] = torch.linalg.solve(gram, keys.T @ (weights * diffs)).T
+            cross = keys.T @ (weights * diffs)
+            if threshold := editor.config.editor.preserved_null_space:  # S = X Ûᵀ
+                values, vectors = torch.linalg.eigh(net.moments[index])
+                basis = vectors[:, values < threshold * values.mean()]
+                assert 0 < basis.shape[1] < layer.key_size
+                shifts[layer.name] = torch.linalg.solve(basis.T @ gram @ basis, basis.T @ cross).T @ basis.T
+                continue
+            shifts[layer.name] = torch.linalg.solve(gram, cross).T
     loss: Any = 0.0
     for fact in batch.equivalents:
         loss = loss + plain.plain_nll(setup.lm, fact, shifts) / len(batch.equivalents)
@@ -91,6 +98,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"regularisation": False},
     {"preserved_weight": 2.0},
     {"preserved_weight": 2.0, "learn_preserved_weight": True},
+    {"preserved_null_space": 0.5},
+    {"preserved_null_space": 0.5, "preserved_weight": 2.0, "learn_preserved_weight": True, "token_weights": "learned"},
     {"token_weights": "learned", "tokens": "all"},
     {"token_weights": "learned", "preserved_weight": 2.0, "learn_preserved_weight": True},
     {"parametrisation": "paper", "damping": 3.0},  # its wide maps cost digits: T5 would be at the tolerance with 0.3

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.testing import assert_close
 
 from malmen.least_squares import solve_least_squares
-from malmen.shards import ProcessGroupShards, Share, divide
+from malmen.preserved import KeyMoment, Preserved
+from malmen.shards import ProcessGroupShards, Shards, Share, divide
 
 
 @pytest.mark.parametrize("editors", [1, 2, 3, 4, 5, 7, 12])
@@ -45,9 +46,25 @@ def _solve(rank: int, port: int, tokens: int, answers: Connection) -> None:
     keys, diffs = _tokens(tokens)
     mine = Share("layer", Fraction(rank, 2), Fraction(rank + 1, 2)).rows(tokens)
     shards = ProcessGroupShards({"layer": 40}, 60)
-    answers.send(
-        [shards.solve("layer", keys[mine], diffs[mine], 0.1, None, sliced=how).shift.tolist() for how in (True, False)]
-    )
+    shifts = [
+        shards.solve("layer", keys[mine], diffs[mine], 0.1, None, sliced=how).shift.tolist() for how in (True, False)
+    ]
+    answers.send((shifts, mine.start, [_pulled(shards, keys[mine], diffs[mine], some) for some in _preserved()]))
+
+
+def _preserved() -> list[Preserved]:
+    """Of 50 other keys, and confined to some of their eigenvectors."""
+    torch.manual_seed(1)
+    others = torch.randn(50, 32, dtype=torch.float64)
+    return [Preserved(KeyMoment(others.T @ others / 50, threshold), 2.0) for threshold in (None, 0.5)]
+
+
+def _pulled(shards: Shards, keys: torch.Tensor, diffs: torch.Tensor, preserved: Preserved) -> list[list[float]]:
+    """S*, ∇_D L, dL/dλ and dL/d log w as these shards find them, of an editor's tokens."""
+    solution = shards.solve("layer", keys, diffs, 0.1, preserved, sliced=False)
+    pullback = solution.pull_back(torch.sin(torch.arange(256.0)).view(8, 32), keys)
+    found = solution.shift, pullback.rows(keys, slice(None)), pullback.damping_grad
+    return [part.flatten().tolist() for part in (*found, pullback.weight_grad(solution.shift, preserved))]
 
 
 def _tokens(count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,21 +73,31 @@ def _tokens(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.slow  # two processes import torch
-@pytest.mark.parametrize("tokens", [20, 100])  # the dual and the primal form
-def test_two_editors_that_slice_their_products_solve_as_one_that_does_not(tokens: int) -> None:
+@pytest.mark.parametrize("tokens", [6, 20, 100])  # the dual form, the primal one with preserved keys, and without
+def test_two_editors_solve_as_one_does_with_keys_to_preserve_and_without_and_slice_or_not(tokens: int) -> None:
     store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe()
-    ranks = [context.Process(target=_solve, args=(rank, store.port, tokens, theirs), daemon=True) for rank in (0, 1)]
+    pipes = [context.Pipe() for _ in range(2)]
+    ranks = [
+        context.Process(target=_solve, args=(rank, store.port, tokens, theirs), daemon=True)
+        for rank, (_, theirs) in enumerate(pipes)
+    ]
     for rank in ranks:
         rank.start()
     try:
-        assert mine.poll(60)
-        sliced, plain = (torch.tensor(shift, dtype=torch.float64) for shift in mine.recv())
+        assert all(mine.poll(60) for mine, _ in pipes)
+        answers = [mine.recv() for mine, _ in pipes]
     finally:
         for rank in ranks:
             rank.join(30)
     expected = solve_least_squares(*_tokens(tokens), 0.1).shift
-    assert_close(plain, expected, rtol=1e-9, atol=1e-12)
-    assert_close(sliced, expected, rtol=1e-6, atol=1e-8)
-    assert not torch.equal(sliced, plain)
+    alone = [_pulled(Shards(), *_tokens(tokens), preserved) for preserved in _preserved()]
+    for rank, (shifts, first, pulled) in enumerate(answers):
+        sliced, plain = (torch.tensor(shift, dtype=torch.float64) for shift in shifts)
+        assert_close(plain, expected, rtol=1e-9, atol=1e-12)
+        assert_close(sliced, expected, rtol=1e-6, atol=1e-8)
+        assert not torch.equal(sliced, plain)
+        assert first == rank * tokens // 2
+        for (shift, diffs_grad, *scalars), (one_shift, one_grad, *one_scalars) in zip(pulled, alone, strict=True):
+            part = one_grad[8 * first : 8 * (first + tokens // 2)]
+            assert_close((shift, diffs_grad, scalars), (one_shift, part, one_scalars), rtol=1e-9, atol=1e-12)

@@ -43,10 +43,11 @@ def _traces(lm: LanguageModel, layers: list[LayerSpec], config: Config, step: in
         {"tokens": "all", "aggregation": "sum"},
         {"tokens": "answer", "preserved_weight": 2.0},
         {"tokens": "answer", "preserved_weight": 2.0, "learn_preserved_weight": True, "token_weights": "learned"},
+        {"tokens": "answer", "preserved_null_space": 0.5},
         {"tokens": "answer", "token_weights": "learned"},
         {"tokens": "answer", "parametrisation": "paper"},
     ],
-    ids=["dual", "primal", "sum", "preserved", "learned", "weighed", "papers"],
+    ids=["dual", "primal", "sum", "preserved", "learned", "null space", "weighed", "papers"],
 )
 def test_three_actors_that_share_two_layers_equal_one_editor(editor: dict[str, Any], tmp_path: Path) -> None:
     papers = "parametrisation" in editor
@@ -60,7 +61,7 @@ def test_three_actors_that_share_two_layers_equal_one_editor(editor: dict[str, A
     group = HypernetGroup.start(config, layers, str(tmp_path), resources={"num_cpus": 0.1}, threads=1)
     try:
         assert group.heal(lambda: None) == 0
-        if "preserved_weight" in editor:
+        if config.editor.preserving:
             (net,) = expected.nets.values()
             group.put_moments({layer.name: net.moments[index] for index, layer in enumerate(layers)})
             ray.kill(group.actors[1], no_restart=False)  # what comes in its place hears of them from a peer

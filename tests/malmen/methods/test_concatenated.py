@@ -20,9 +20,10 @@ from malmen.methods.concatenated import concatenated_backward
     [
         {},
         {"preserved_weight": 2.0},
+        {"preserved_null_space": 0.5},
         {"preserved_weight": 2.0, "learn_preserved_weight": True, "token_weights": "learned"},
     ],
-    ids=["plain", "preserved", "learned"],
+    ids=["plain", "preserved", "null space", "learned"],
 )
 def test_autograd_through_everything_is_the_decomposed_gradient(edits: int, settings: dict[str, Any]) -> None:
     one, two = (make_setup("gpt2", layers="all", budget=64, **settings) for _ in range(2))

@@ -16,7 +16,7 @@ from malmen.config import Config, load_config
 from malmen.data.tokens import TokenBatch, make_batches
 from malmen.data.world import world_records
 from malmen.editor import Editor
-from malmen.least_squares import DualSolution, PrimalSolution
+from malmen.least_squares import DualSolution, PreservingSolution, PrimalSolution
 from malmen.lm.layers import find_layers
 from malmen.lm.model import LanguageModel, fact_encoder, load_lm
 from malmen.lm.overlay import Overlay
@@ -51,6 +51,13 @@ def _builtin(*overrides: str) -> Config:
     return load_config(CONFIGS / "builtin.yaml", [*PLAIN, *small, *overrides])
 
 
+def _editor(lm: LanguageModel, config: Config) -> Editor:
+    editor = Editor(find_layers(lm.model, config.editor.layers), config)
+    if config.editor.preserving:
+        editor.preserve({layer.name: torch.eye(layer.key_size) for layer in editor.layers})
+    return editor
+
+
 def _cut(some: Any) -> list[TokenBatch]:
     return make_batches(some, 4096, 0)
 
@@ -80,7 +87,7 @@ def test_bytes_of_features_are_those_of_a_real_trace(lm: LanguageModel, facts: S
 
 def test_theta_and_adam_are_those_of_a_real_editor(lm: LanguageModel, facts: StepFacts) -> None:
     config = _builtin()
-    editor = Editor(find_layers(lm.model, config.editor.layers), config)
+    editor = _editor(lm, config)
     for parameter in editor.parameters():
         parameter.grad = torch.zeros_like(parameter)
     editor.step()
@@ -91,19 +98,23 @@ def test_theta_and_adam_are_those_of_a_real_editor(lm: LanguageModel, facts: Ste
 
 
 @pytest.mark.parametrize(("tokens", "repeats", "form"), [("answer", 1, "dual"), ("all", 8, "primal")])
+@pytest.mark.parametrize("weight", [0, 1])
 def test_what_a_real_solve_keeps_is_what_was_planned(
-    lm: LanguageModel, facts: StepFacts, tokens: str, repeats: int, form: str
+    lm: LanguageModel, facts: StepFacts, tokens: str, repeats: int, form: str, weight: int
 ) -> None:
-    config = _builtin(f"editor.tokens={tokens}")
+    preserving = [f"editor.preserved_weight={weight}", "editor.learn_preserved_weight=false"]
+    config = _builtin(f"editor.tokens={tokens}", *preserving)
     edits = facts.edits * repeats
-    editor = Editor(find_layers(lm.model, config.editor.layers), config)
+    editor = _editor(lm, config)
     traces = trace(lm, editor.layers, [batch for _ in range(repeats) for batch in _cut(facts.edits)], tokens)
     solved = editor.solve(traces)
     found = rehearse_hypernet(config, editor.layers, edits, torch.float32)
     kept = 0
     for solution in solved.solutions.values():
-        assert isinstance(solution, PrimalSolution | DualSolution)
-        kept += _bytes(solution.factor, solution.weights if isinstance(solution, DualSolution) else None)
+        assert isinstance(solution, PrimalSolution | DualSolution | PreservingSolution)
+        kept += _bytes(solution.factor, None if isinstance(solution, PrimalSolution) else solution.weights)
+        if isinstance(solution, PreservingSolution):
+            kept += _bytes(solution.spread, *vars(solution.metric).values())
     assert found.forms == {form}
     for one in find_equations(config, editor.layers, edits):
         assert one.form == form
@@ -116,7 +127,7 @@ def test_what_a_real_solve_keeps_is_what_was_planned(
 def test_the_editors_rehearsal_holds_as_much_as_the_step(lm: LanguageModel, facts: StepFacts, rows: int) -> None:
     config = _builtin(f"batch.hypernet_rows={rows}")
     traces = _traces(lm, facts, config)
-    editor = Editor(find_layers(lm.model, config.editor.layers), config)
+    editor = _editor(lm, config)
     meter = Meter(*editor.parameters(), *editor.buffers(), *(part for pair in traces.values() for part in pair))
     with meter:
         editor.observe(traces)

@@ -72,7 +72,7 @@ def test_own_texts_are_planned_as_long_as_they_may_become() -> None:
         ("lm", "training.num_edits=64"),
         ("lm", "editor.layers=last:2"),
         ("hypernet", "editor.layers=last:2"),
-        ("hypernet", "editor.preserved_weight=1"),  # all moments of keys, and the large form of the equation
+        ("hypernet", "editor.preserved_weight=1"),  # all moments of keys, and the factor of A
     ],
 )
 def test_more_of_it_needs_more(planner: Planner, role: str, more: str) -> None:
