@@ -1,8 +1,9 @@
 """AlphaEdit: MEMIT's values, with shifts that read only what other keys hardly have (Fang et al., ICLR 2025).
 
-Û are the eigenvectors of the keys' second moment whose eigenvalue is below a threshold, P = Û Ûᵀ projects onto them. With
-the keys K of the subjects, their residuals R and the sum H of K Kᵀ over earlier rounds, each layer's shift is S = Xᵀ where
-[P (K Kᵀ + H) + λI] X = P K Rᵀ. So S = S P: a key without a part in these directions keeps its output exactly.
+Û are the eigenvectors of the keys' second moment (the mean over tokens) with eigenvalues below a threshold; P = Û Ûᵀ
+projects onto them. With the keys K of the subjects, their residuals R and the sum H of K Kᵀ over earlier rounds, each
+layer's shift is S = Xᵀ where [P (K Kᵀ + H) + λI] X = P K Rᵀ. So S = S P: a key without a part in these directions keeps
+its output exactly.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Memit(UntrainedMethod):
         return result
 
     def layer_shift(self, lm: LanguageModel, layer: str, keys: Tensor, rest: Tensor) -> Tensor:
-        """S of a layer (value, key) from the facts' keys (facts, key) and the layer's share of what is left of δ (facts,
+        """S of a layer (value, key) from the facts' keys (facts, key) and its share `rest` of what is left of δ (facts,
         value)."""
         moment, weight = self.moments(lm).by_layer[layer], self.settings.covariance_weight
         return spread(keys, rest, moment, weight, (self.history or {}).get(layer))

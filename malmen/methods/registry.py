@@ -64,11 +64,16 @@ METHODS = {
             "memit", "MEMIT", "C3", "D", rounds=("again",), paths=("cache_dir", "corpus"), make=_lazy("memit:Memit")
         ),
         Method(
-            "memit_history", "MEMIT with history", "C5", "P", rounds=("again",), shares="memit",
+            "memit_history",
+            "MEMIT with history",
+            "C6",
+            "P",
+            rounds=("again",),
+            shares="memit",
             make=_lazy("memit:MemitHistory"),
         ),
         Method(
-            "alphaedit", "AlphaEdit", "C6", "X", rounds=("again",), shares="memit", make=_lazy("alphaedit:AlphaEdit")
+            "alphaedit", "AlphaEdit", "C8", "X", rounds=("again",), shares="memit", make=_lazy("alphaedit:AlphaEdit")
         ),
         Method("ultraedit", "UltraEdit", "C4", "v", rounds=("again",), make=_lazy("ultraedit:UltraEdit")),
     )

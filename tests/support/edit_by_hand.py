@@ -1,4 +1,4 @@
-"""MEMIT's way through the layers with nothing of ours but the values: plain forwards, and weights that really change."""
+"""MEMIT's way through the layers with nothing of ours but the values: plain forwards, weights that really change."""
 
 from __future__ import annotations
 
