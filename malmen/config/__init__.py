@@ -19,6 +19,7 @@ from malmen.config.reading import (
 )
 from malmen.config.settings import (
     SPLIT,
+    AlphaEditConfig,
     BaselinesConfig,
     BatchConfig,
     ClusterConfig,
@@ -28,6 +29,7 @@ from malmen.config.settings import (
     FineTuneConfig,
     LMConfig,
     MemitConfig,
+    MemitHistoryConfig,
     MendConfig,
     ModelConfig,
     OwnTextConfig,
@@ -40,6 +42,7 @@ from malmen.config.settings import (
 
 __all__ = [
     "SPLIT",
+    "AlphaEditConfig",
     "BaselinesConfig",
     "BatchConfig",
     "ClusterConfig",
@@ -49,6 +52,7 @@ __all__ = [
     "FineTuneConfig",
     "LMConfig",
     "MemitConfig",
+    "MemitHistoryConfig",
     "MendConfig",
     "ModelConfig",
     "OwnTextConfig",

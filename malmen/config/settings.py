@@ -306,6 +306,32 @@ class MemitConfig(Section):
     cache_dir: str = Field(default="runs/key_moments", description="folder that keeps the moments")
 
 
+class MemitHistoryConfig(Section):
+    """MEMIT with the history of its rounds: the settings of `memit`, except for these."""
+
+    covariance_weight: float | None = Field(
+        default=None, gt=0, description="weight of the second moment of keys; default: MEMIT's"
+    )
+
+
+class AlphaEditConfig(Section):
+    """AlphaEdit: values, layers and the moments of keys by the settings of `memit`, and these."""
+
+    threshold: float = Field(
+        default=0.02,
+        gt=0,
+        description="eigenvalue of the keys' second moment (E[u uᵀ], the mean over tokens) below which a direction is "
+        "free for shifts",
+    )
+    free_share: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="in place of the threshold: share of the key's directions that are free, by smallest eigenvalue",
+    )
+    damping: float = Field(default=1.0, gt=0, description="λ")
+
+
 class UltraEditConfig(Section):
     """UltraEdit."""
 
@@ -322,6 +348,8 @@ class BaselinesConfig(Section):
     mend: MendConfig = MendConfig()
     ft: FineTuneConfig = FineTuneConfig()
     memit: MemitConfig = MemitConfig()
+    memit_history: MemitHistoryConfig = MemitHistoryConfig()
+    alphaedit: AlphaEditConfig = AlphaEditConfig()
     ultraedit: UltraEditConfig = UltraEditConfig()
 
 

@@ -3,10 +3,13 @@
 For each fact, δ moves the hidden state h that the last edited block puts out at the subject's last token, so that the
 answer becomes probable. Layer by layer, what is left of δ is shared among the layers still to come:
 S = R Kᵀ (w C + K Kᵀ)⁻¹, with the keys K of the subjects, their residuals R, and the second moment C of all other keys.
+
+With a history, K Kᵀ of the facts of earlier rounds joins the sum, so that the outputs of their keys stay, too.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -42,6 +45,7 @@ class Memit(UntrainedMethod):
             raise EditError("MEMIT needs the whole model on one device; model.device=split is for other methods")
         self.config, self.settings = config, config.baselines.memit
         self._moments: KeyMoments | None = None
+        self.history: dict[str, Tensor] | None = None  # K Kᵀ of earlier rounds by layer; None: edits keep no history
         self.layers = sorted(find_layers(lm.model, self.settings.layers, "second"), key=lambda layer: layer.block)
 
     def prepare(self, lm: LanguageModel) -> float:
@@ -51,7 +55,7 @@ class Memit(UntrainedMethod):
     def edit(self, lm: LanguageModel, facts: Sequence[Fact]) -> PlainEdit:
         """The values of all facts, then the shifts layer by layer."""
         require_facts(facts)
-        moments = self.moments(lm).by_layer
+        self.prepare(lm)
         places = Places(lm, self.config, self.settings.prefixes, self.settings.prefix_tokens)
         varied = [places.with_prefixes(fact) for fact in facts]
         plain = [variants[0] for variants in varied]
@@ -59,15 +63,27 @@ class Memit(UntrainedMethod):
         before = hidden_at(lm, block, plain, budget)  # (facts, hidden)
         targets = before + find_values(lm, block, facts, varied, places, before, self.settings, budget)
         shifts: dict[str, Tensor] = {}
+        keys: dict[str, Tensor] = {}
         for index, layer in enumerate(self.layers):
             with edited(lm, shifts):
-                keys = _mean_keys(lm, layer.name, varied, budget)
+                keys[layer.name] = _mean_keys(lm, layer.name, varied, budget)
                 rest = (targets - hidden_at(lm, block, plain, budget)) / (len(self.layers) - index)
-            shifts[layer.name] = spread(keys, rest, moments[layer.name], self.settings.covariance_weight)
+            shifts[layer.name] = self.layer_shift(lm, layer.name, keys[layer.name], rest)
         with edited(lm, shifts):
             missed = targets - hidden_at(lm, block, plain, budget)
         wanted = (targets - before).norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-        return PlainEdit(finite(shifts), float((missed.norm(dim=-1) / wanted).mean()))
+        result = PlainEdit(finite(shifts), float((missed.norm(dim=-1) / wanted).mean()))
+        if self.history is not None:  # of an edit that holds
+            for name, rows in keys.items():
+                gram = rows.double().T @ rows.double()
+                self.history[name] = self.history[name] + gram if name in self.history else gram
+        return result
+
+    def layer_shift(self, lm: LanguageModel, layer: str, keys: Tensor, rest: Tensor) -> Tensor:
+        """S of a layer (value, key) from the facts' keys (facts, key) and its share `rest` of what is left of δ (facts,
+        value)."""
+        moment, weight = self.moments(lm).by_layer[layer], self.settings.covariance_weight
+        return spread(keys, rest, moment, weight, (self.history or {}).get(layer))
 
     def moments(self, lm: LanguageModel) -> KeyMoments:
         """C of each layer, computed once."""
@@ -86,10 +102,28 @@ class Memit(UntrainedMethod):
         return list(dict.fromkeys(texts)) or [record.edit.prompt for record in records]
 
 
-def spread(keys: Tensor, residuals: Tensor, moment: Tensor, weight: float) -> Tensor:
-    """S = R Kᵀ (w C + K Kᵀ)⁻¹ in float64; rows are facts: keys (facts, key), residuals (facts, value)."""
+class MemitHistory(Memit):
+    """MEMIT in rounds: each round also keeps the outputs of the keys of all facts that earlier rounds edited."""
+
+    def __init__(self, lm: LanguageModel, config: Config) -> None:
+        super().__init__(lm, config)
+        own = config.baselines.memit_history.model_dump(exclude_none=True)
+        self.settings = self.settings.model_copy(update=own)
+
+    def for_rounds(self) -> MemitHistory:
+        """A copy with an empty history, which grows with each edit."""
+        series = copy.copy(self)
+        series.history = {}
+        return series
+
+
+def spread(keys: Tensor, residuals: Tensor, moment: Tensor, weight: float, history: Tensor | None = None) -> Tensor:
+    """S = R Kᵀ (w C + H + K Kᵀ)⁻¹ in float64, with the history H of earlier keys (key, key); rows are facts: keys
+    (facts, key), residuals (facts, value)."""
     keys, residuals = keys.double(), residuals.double()
     gram = weight * moment + keys.T @ keys
+    if history is not None:
+        gram += history
     factor, failed = torch.linalg.cholesky_ex(gram)
     if bool(failed):
         raise EditError(

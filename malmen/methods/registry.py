@@ -30,6 +30,7 @@ class Method:
     marker: str  # of its points in pictures, a matplotlib marker
     rounds: tuple[Rounds, ...] = ()  # what the experiment `rounds` compares; () leaves the method out
     paths: tuple[str, ...] = ()  # those of its settings that name files or folders
+    shares: str | None = None  # the rival whose settings it has beside its own
     make: Callable[[LanguageModel, Config], UntrainedMethod] | None = None
     training_config: Callable[[Config], Config] = lambda config: config  # from MALMEN's config to the method's own
 
@@ -39,9 +40,13 @@ class Method:
         return self.make is None
 
     def settings(self, config: Config) -> dict[str, Any]:
-        """Its own settings, as plain values; MALMEN's are those of the run."""
+        """All that it is set by, as plain values; MALMEN's are those of the run."""
         section = getattr(config.baselines, self.name, None)
-        return {} if section is None else dict(section.model_dump(mode="json"))
+        if section is None:
+            return {}
+        if self.shares is None:
+            return dict(section.model_dump(mode="json"))
+        return METHODS[self.shares].settings(config) | section.model_dump(mode="json", exclude_none=True)
 
 
 def _lazy(place: str) -> Callable[..., Any]:
@@ -55,7 +60,21 @@ METHODS = {
         Method("malmen", "MALMEN", "C0", "o", rounds=("union", "again")),
         Method("mend", "MEND", "C1", "s", training_config=_lazy("mend:mend_config")),
         Method("ft", "FT", "C2", "^", rounds=("again",), make=_lazy("fine_tune:FineTune")),
-        Method("memit", "MEMIT", "C3", "D", paths=("cache_dir", "corpus"), make=_lazy("memit:Memit")),
+        Method(
+            "memit", "MEMIT", "C3", "D", rounds=("again",), paths=("cache_dir", "corpus"), make=_lazy("memit:Memit")
+        ),
+        Method(
+            "memit_history",
+            "MEMIT with history",
+            "C6",
+            "P",
+            rounds=("again",),
+            shares="memit",
+            make=_lazy("memit:MemitHistory"),
+        ),
+        Method(
+            "alphaedit", "AlphaEdit", "C8", "X", rounds=("again",), shares="memit", make=_lazy("alphaedit:AlphaEdit")
+        ),
         Method("ultraedit", "UltraEdit", "C4", "v", rounds=("again",), make=_lazy("ultraedit:UltraEdit")),
     )
 }

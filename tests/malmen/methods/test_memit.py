@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from edit_by_hand import edit_by_hand
 from tiny_models import tiny_lm
 from torch.testing import assert_close
 from untouched import count_hooks, digest
@@ -29,6 +30,7 @@ from malmen.lm.model import LanguageModel, load_lm
 from malmen.lm.overlay import edited
 from malmen.methods.memit import (
     Memit,
+    MemitHistory,
     Placed,
     Places,
     _parts,
@@ -65,6 +67,89 @@ def test_the_closed_form_minimises_what_it_says() -> None:
     wanted = numpy.linalg.lstsq(stacked, numpy.vstack([rest, numpy.zeros((8, 3))]), rcond=None)[0].T
     found = spread(torch.from_numpy(keys), torch.from_numpy(rest), torch.from_numpy(moment), weight)
     assert_close(found, torch.from_numpy(wanted), rtol=1e-9, atol=1e-10)
+
+
+def stacked(keys: list[torch.Tensor], rest: torch.Tensor, moment: torch.Tensor, weight: float) -> torch.Tensor:
+    """The same with several sets of keys, of which all but the first are to give 0."""
+    values, vectors = numpy.linalg.eigh(moment.numpy())
+    root = vectors @ numpy.diag(numpy.sqrt(numpy.clip(weight * values, 0, None))) @ vectors.T
+    rows = numpy.vstack([*(part.numpy() for part in keys), root])
+    wanted = numpy.vstack([rest.numpy(), numpy.zeros((len(rows) - len(rest), rest.shape[1]))])
+    return torch.from_numpy(numpy.linalg.lstsq(rows, wanted, rcond=None)[0].T.copy())
+
+
+def test_with_a_history_the_outputs_of_earlier_keys_stay_too() -> None:
+    draw = torch.Generator().manual_seed(0)
+    shapes = ((5, 8), (5, 3), (40, 8), (6, 8))
+    keys, rest, sample, earlier = (torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in shapes)
+    moment = sample.T @ sample / 40
+    found = spread(keys, rest, moment, 0.3, earlier.T @ earlier)
+    assert_close(found, stacked([keys, earlier], rest, moment, 0.3), rtol=1e-9, atol=1e-10)
+    assert (found @ earlier.T).norm() < 0.5 * (spread(keys, rest, moment, 0.3) @ earlier.T).norm()
+
+
+def test_two_rounds_with_the_history_are_one_solve_of_all_their_facts() -> None:
+    """Where keys do not change between rounds: recursive least squares, here against both rounds at once."""
+    draw = torch.Generator().manual_seed(1)
+    keys, rest, sample = (
+        torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((9, 8), (9, 3), (40, 8))
+    )
+    moment, before = sample.T @ sample / 40, keys[:4].T @ keys[:4]
+    one = spread(keys[:4], rest[:4], moment, 0.3)
+    left = rest[4:] - keys[4:] @ one.T
+    assert_close(one + spread(keys[4:], left, moment, 0.3, before), spread(keys, rest, moment, 0.3))
+    assert not torch.allclose(one + spread(keys[4:], left, moment, 0.3), spread(keys, rest, moment, 0.3), rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_rounds_with_the_history_are_those_made_by_hand_on_a_model_that_really_changes(
+    name: str, tmp_path: Path
+) -> None:
+    lm, settings = worded_lm(name), config(tmp_path, steps=4, corpus_tokens=500)
+    settings = Config.model_validate(
+        {"baselines": {"memit": settings.baselines.memit, "memit_history": {"covariance_weight": 0.02}}}
+    )
+    method = MemitHistory(lm, settings)
+    moments, series = method.moments(lm).by_layer, method.for_rounds()
+    changed, places = worded_lm(name), Places(lm, settings, 0, 1)
+    earlier: dict[str, list[torch.Tensor]] = {}
+
+    def solve(layer: str, keys: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+        earlier[layer] = [keys, *earlier.get(layer, [])]
+        return stacked(earlier[layer], rest, moments[layer], 0.02)
+
+    shifts: dict[str, torch.Tensor] = {}
+    for facts in (FACTS[:2], FACTS[2:3], FACTS[3:]):
+        with edited(lm, shifts):
+            found, alone = (some.edit(lm, facts).shifts for some in (series, method))
+        places.lm = changed
+        wanted = edit_by_hand(changed, method.layers, facts, places, settings.baselines.memit, solve)
+        for layer, shift in wanted.items():
+            assert_close(found[layer], shift, rtol=1e-6, atol=1e-8 * float(shift.norm()))
+        if shifts:
+            assert any(not torch.allclose(found[layer], alone[layer], rtol=1e-3) for layer in found)
+        shifts = {layer: shifts.get(layer, 0) + shift for layer, shift in found.items()}
+
+
+def test_the_first_round_with_a_history_and_each_edit_outside_of_rounds_is_memit(tmp_path: Path) -> None:
+    lm, settings = worded_lm("gpt2"), config(tmp_path, steps=4, corpus_tokens=500)
+    plain, method = Memit(lm, settings), MemitHistory(lm, settings)
+    wanted = plain.edit(lm, FACTS)
+    series = method.for_rounds()
+    for some in (series, method, method, plain.for_rounds(), plain.for_rounds()):
+        assert_close(some.edit(lm, FACTS).shifts, wanted.shifts, rtol=0, atol=0)
+    assert method.history is None and plain.for_rounds() is plain
+    assert series.history is not None and set(series.history) == set(wanted.shifts)
+
+
+def test_an_edit_that_fails_leaves_the_history_as_it_was(tmp_path: Path) -> None:
+    lm = worded_lm("gpt2")
+    series = MemitHistory(lm, config(tmp_path, steps=4, corpus_tokens=500)).for_rounds()
+    series.edit(lm, FACTS[:2])
+    before = {name: gram.clone() for name, gram in (series.history or {}).items()}
+    with pytest.raises(EditError, match="needs the subject"):
+        series.edit(lm, [FACTS[2], Fact("Who is it?", "Ann")])
+    assert_close(series.history, before, rtol=0, atol=0)
 
 
 def test_a_corpus_too_small_for_a_layer_is_a_clear_error() -> None:

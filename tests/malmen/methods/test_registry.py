@@ -88,6 +88,17 @@ def test_every_rival_has_settings_of_its_own() -> None:
     assert METHODS["ft"].settings(config)["epochs"] == 3 and METHODS["malmen"].settings(config) == {}
 
 
+def test_a_rival_may_share_the_settings_of_another() -> None:
+    memit = {"clamp": 2.0, "covariance_weight": 7.0}
+    own = {"memit": memit, "alphaedit": {"damping": 5.0}, "memit_history": {"covariance_weight": 3.0}}
+    config = Config.model_validate({"baselines": own})
+    plain, history, alpha = (METHODS[name].settings(config) for name in ("memit", "memit_history", "alphaedit"))
+    assert history == {**plain, "covariance_weight": 3.0} and plain["covariance_weight"] == 7.0
+    assert alpha == {**plain, "threshold": 0.02, "damping": 5.0}
+    unset = Config.model_validate({"baselines": {"memit": memit}})
+    assert METHODS["memit_history"].settings(unset) == METHODS["memit"].settings(unset)
+
+
 def test_colours_markers_and_labels_tell_the_methods_apart() -> None:
     for field in ("label", "colour", "marker"):
         assert len({getattr(method, field) for method in METHODS.values()}) == len(METHODS)

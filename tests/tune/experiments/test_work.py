@@ -52,7 +52,8 @@ def test_the_methods_are_compared_on_other_kinds_of_models_too(kind: str, tmp_pa
     scaling, failures = write_results(chosen, base_config(chosen), tmp_path, ["scaling", "failures"])[::-1]
     rows = {row["variant"]: row for row in json.loads(scaling.read_text())["rows"]}
     assert {name for name, row in rows.items() if row["seeds"]} == {"malmen", "mend", "ft", "ultraedit"}
-    assert "decoder" in rows["memit"]["errors"][0]
+    for name in ("memit", "memit_history", "alphaedit"):
+        assert "decoder" in rows[name]["errors"][0]
     shown = json.loads(failures.read_text())["rows"]
     assert shown and all(row["after"] and row["after"] != row["answer"] for row in shown), shown[:3]
 
