@@ -30,6 +30,7 @@ class Method:
     marker: str  # of its points in pictures, a matplotlib marker
     rounds: tuple[Rounds, ...] = ()  # what the experiment `rounds` compares; () leaves the method out
     paths: tuple[str, ...] = ()  # those of its settings that name files or folders
+    weights: bool = True  # whether it changes weights; where not, there is nothing to save, export or serve
     make: Callable[[LanguageModel, Config], UntrainedMethod] | None = None
     training_config: Callable[[Config], Config] = lambda config: config  # from MALMEN's config to the method's own
 
@@ -57,5 +58,7 @@ METHODS = {
         Method("ft", "FT", "C2", "^", rounds=("again",), make=_lazy("fine_tune:FineTune")),
         Method("memit", "MEMIT", "C3", "D", paths=("cache_dir", "corpus"), make=_lazy("memit:Memit")),
         Method("ultraedit", "UltraEdit", "C4", "v", rounds=("again",), make=_lazy("ultraedit:UltraEdit")),
+        Method("lora", "LoRA", "C6", "P", rounds=("again",), make=_lazy("lora:LoRA")),
+        Method("retrieval", "Retrieval", "C8", "X", weights=False, make=_lazy("retrieval:Retrieval")),
     )
 }

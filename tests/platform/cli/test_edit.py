@@ -29,7 +29,7 @@ def facts(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("method", ["ft", "memit", "ultraedit"])
+@pytest.mark.parametrize("method", ["ft", "memit", "ultraedit", "lora"])
 def test_a_rival_edits_without_an_editor(malmen: Malmen, facts: Path, tmp_path: Path, method: str) -> None:
     """The rows name no subject: MEMIT finds it in what the rephrasings share."""
     out = tmp_path / "edit"
@@ -66,7 +66,11 @@ def test_a_rival_is_evaluated_with_its_own_settings(malmen: Malmen) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--method", "magic"], "unknown method 'magic'; the methods are malmen, mend, ft, memit, ultraedit"),
+        (
+            ["--method", "magic"],
+            "unknown method 'magic'; the methods are malmen, mend, ft, memit, ultraedit, lora, retrieval",
+        ),
+        (["--method", "retrieval"], "retrieval changes no weights, so there is no edit to save"),
         (["--method", "mend"], "--method mend needs a trained editor"),
         ([], "--method malmen needs a trained editor"),
         (["--editor", "x", "--config", "builtin", "--method", "ft"], "--config and --editor exclude each other"),
