@@ -93,8 +93,9 @@ class Index:
                 similar[place] = similar.get(place, 0.0) + weight * other
         if not similar:
             return None
-        best = min(similar, key=lambda place: (-similar[place], place))
-        return self.facts[best], min(1.0, similar[best])
+        rounded = {place: round(value, 12) for place, value in similar.items()}  # the same words: 1, and ties are ties
+        best = min(rounded, key=lambda place: (-rounded[place], place))
+        return self.facts[best], rounded[best]
 
     def __call__(self, prompt: str) -> str:
         """The prompt behind its nearest fact, or by itself where none is near enough."""

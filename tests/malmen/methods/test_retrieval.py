@@ -101,6 +101,10 @@ def test_the_threshold_is_the_least_similarity_that_is_near(records: list[EditRe
     at, above = found[1], math.nextafter(found[1], 1)
     assert make_index([fact], words, threshold=at)(prompt) == f"{fact.prompt} {fact.answer}\n{prompt}"
     assert make_index([fact], words, threshold=above)(prompt) == prompt
+    exact = make_index([record.edit for record in records], words, threshold=1)
+    for record in records:
+        assert exact(record.edit.prompt) != record.edit.prompt
+        assert all(exact(other.prompt) == other.prompt for other in record.equivalents)
     assert make_index([fact], words, threshold=0)("Хто вона?") == "Хто вона?"  # shares no word
 
 

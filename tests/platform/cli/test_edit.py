@@ -63,6 +63,16 @@ def test_a_rival_is_evaluated_with_its_own_settings(malmen: Malmen) -> None:
     assert code == 0 and scores["edit_success"] == scores["edit_success_before"] and scores["locality_agreement"] == 1
 
 
+def test_retrieval_is_evaluated_by_what_the_model_reads(malmen: Malmen) -> None:
+    """Only prompts with the very words of an edit are near here, so rephrasings stay as they were."""
+    code, said, _ = malmen(
+        "eval", "--method", "retrieval", "--edits", 4, "--no-generate", "--json", "baselines.retrieval.threshold=1"
+    )  # fmt: skip
+    scores = json.loads(said)
+    assert code == 0 and scores["edit_success"] != scores["edit_success_before"] and scores["locality_agreement"] == 1
+    assert scores["generalization_success"] == scores["generalization_success_before"]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
