@@ -58,7 +58,7 @@ METHODS = {
         Method("ft", "FT", "C2", "^", rounds=("again",), make=_lazy("fine_tune:FineTune")),
         Method("memit", "MEMIT", "C3", "D", paths=("cache_dir", "corpus"), make=_lazy("memit:Memit")),
         Method("ultraedit", "UltraEdit", "C4", "v", rounds=("again",), make=_lazy("ultraedit:UltraEdit")),
-        Method("lora", "LoRA", "C6", "P", rounds=("again",), make=_lazy("lora:LoRA")),
-        Method("retrieval", "Retrieval", "C8", "X", weights=False, make=_lazy("retrieval:Retrieval")),
+        Method("lora", "LoRA", "C7", "h", rounds=("again",), make=_lazy("lora:LoRA")),
+        Method("retrieval", "Retrieval", "C9", "*", weights=False, make=_lazy("retrieval:Retrieval")),
     )
 }
