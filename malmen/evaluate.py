@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +12,11 @@ from torch import Tensor
 from malmen.config import Config
 from malmen.data.records import EditRecord, Fact, unrelated_to_all
 from malmen.data.tokens import EncodedFact, FactEncoder, TokenBatch, make_batches
+from malmen.edit_method import Rewrite
 from malmen.lm.generate import OnProgress, decode, generate_ids, part_of, up_to_the_end
 from malmen.lm.model import LanguageModel, fact_encoder
 from malmen.lm.overlay import Shifts, edited
-from malmen.lm.own_text import evaluation_texts
+from malmen.lm.own_text import evaluation_texts, rewritten_texts
 from malmen.measure.drift import Drift, drift_of_edit, drift_of_rounding
 from malmen.metrics import BEFORE, BY_TOKENS, ENDED, EXACT, FLOOR, GENERATED, METRICS, FactKind
 
@@ -100,25 +101,26 @@ class _Answer(NamedTuple):
 
 def evaluate(
     lm: LanguageModel, records: Sequence[EditRecord], shifts: Shifts, config: Config, *,
-    generate: bool = True, own_texts: int = 0, residual: float | None = None, predict: Predict | None = None,
-    on_progress: OnProgress | None = None,
+    generate: bool = True, own_texts: int = 0, residual: float | None = None, rewrite: Rewrite | None = None,
+    predict: Predict | None = None, on_progress: OnProgress | None = None,
 ) -> Evaluation:  # fmt: skip
     """Measure an edit of these records' facts, beside the unedited model; with `generate`, also along so many of its
     own texts in each form of prompts.
 
-    `predict` replaces `predict_tokens`. `on_progress` counts answers: each fact is asked before and after the edit,
-    teacher-forced and, with `generate`, free-running. The end mark is no part of the answers that are counted.
+    `rewrite` says what the edited model reads in place of each prompt. `predict` replaces `predict_tokens`.
+    `on_progress` counts answers: each fact is asked before and after the edit, teacher-forced and, with `generate`,
+    free-running. The end mark is no part of the answers that are counted.
     """
     data = config.data.model_copy(update={"append_eos": False}) if lm.kind == "decoder" else config.data
     encoder, budget = fact_encoder(lm, data), config.batch.token_budget
     questions = _questions(encoder, records)
-    encoded = [question.encoded for question in questions]
     generate = generate and lm.kind != "classifier"
     along = own_texts if generate else 0
     passes = (4 if generate else 2) + (3 if along else 0)
 
-    def answers(first_pass: int) -> list[_Answer]:
+    def answers(questions: Sequence[_Question], first_pass: int) -> list[_Answer]:
         on_predicted, on_generated = (part_of(on_progress, first_pass + number, passes) for number in range(2))
+        encoded = [asked.encoded for asked in questions]
         predicted = predict(encoded) if predict else predict_tokens(lm, encoded, budget, on_predicted)
         if not generate:
             return [_Answer(ids, None) for ids in predicted]
@@ -126,10 +128,10 @@ def evaluate(
         generated = generate_ids(lm, encoder, prompts, limits, budget, on_generated)
         return [_Answer(*ids) for ids in zip(predicted, generated, strict=True)]
 
-    before = answers(0)
+    before = answers(questions, 0)
     with edited(lm, shifts):
-        after = answers(2 if generate else 1)
-    drift, floor = _drifts(lm, records, shifts, config, along, part_of(on_progress, passes - 3, passes))
+        after = answers([_rewritten(encoder, asked, rewrite) for asked in questions], 2 if generate else 1)
+    drift, floor = _drifts(lm, records, shifts, rewrite, config, along, part_of(on_progress, passes - 3, passes))
     asked_and_answered = list(zip(questions, before, after, strict=True))
     unrelated = [(old, new) for asked, old, new in asked_and_answered if asked.kind == "unrelated"]
     return Evaluation(
@@ -155,17 +157,18 @@ def evaluate(
 
 
 def _drifts(
-    lm: LanguageModel, records: Sequence[EditRecord], shifts: Shifts, config: Config, number: int,
-    on_progress: OnProgress | None,
+    lm: LanguageModel, records: Sequence[EditRecord], shifts: Shifts, rewrite: Rewrite | None, config: Config,
+    number: int, on_progress: OnProgress | None,
 ) -> tuple[dict[str, Drift], dict[str, Drift]]:  # fmt: skip
     """Drift and floor by form of prompts, along so many texts in each."""
     if not number:
         return {}, {}
     texts = evaluation_texts(lm, config, records, number, on_progress)
     budget = config.batch.token_budget
+    read = rewritten_texts(lm, config, records, texts, rewrite) if rewrite else {}
     floor = {form: drift_of_rounding(lm, written, budget) for form, written in texts.items()}
     return (
-        {form: drift_of_edit(lm, written, shifts, budget) for form, written in texts.items()},
+        {form: drift_of_edit(lm, written, shifts, budget, read=read.get(form)) for form, written in texts.items()},
         {form: drift for form, drift in floor.items() if drift is not None},
     )
 
@@ -218,6 +221,17 @@ def _questions(encoder: FactEncoder, records: Sequence[EditRecord]) -> list[_Que
             room = encoder.max_length - tokens.first if encoder.kind == "decoder" else longest
             questions.append(_Question(kind, fact, tokens, max(len(tokens.targets), min(longest, room))))
     return questions
+
+
+def _rewritten(encoder: FactEncoder, asked: _Question, rewrite: Rewrite | None) -> _Question:
+    """The question as the edited model reads it; the answer's tokens are the same."""
+    if rewrite is None:
+        return asked
+    fact = replace(asked.fact, prompt=rewrite(asked.fact.prompt))
+    encoded = encoder.encode(fact)
+    assert encoded.targets == asked.encoded.targets, f"{fact.prompt!r} does not end as {asked.fact.prompt!r} does"
+    room = encoder.max_length - encoded.first if encoder.kind == "decoder" else asked.max_new_tokens
+    return _Question(asked.kind, fact, encoded, max(len(encoded.targets), min(asked.max_new_tokens, room)))
 
 
 def _successes(

@@ -21,7 +21,7 @@ from malmen.data.splits import (
     validation_records,
 )
 from malmen.data.subjects import edits_of
-from malmen.edit_method import EditMethod
+from malmen.edit_method import EditMethod, rewrite_of
 from malmen.editor import Editor, seeded_editor
 from malmen.errors import EditError
 from malmen.evaluate import OWN_TEXTS, Evaluation, evaluate
@@ -173,7 +173,8 @@ def evaluate_editor(
     solved = editor.edit(lm, edits_of(chosen))
     return evaluate(
         lm, chosen, solved.shifts, config,
-        generate=generate, own_texts=OWN_TEXTS, residual=solved.mean_residual(), on_progress=on_progress,
+        generate=generate, own_texts=OWN_TEXTS, residual=solved.mean_residual(), rewrite=rewrite_of(solved),
+        on_progress=on_progress,
     )  # fmt: skip
 
 

@@ -342,6 +342,31 @@ class UltraEditConfig(Section):
     damping: float = Field(default=1.0, gt=0, description="λ")
 
 
+class LoRAConfig(Section):
+    """LoRA fine-tuning."""
+
+    layers: str | list[str] = Field(default="all", description="blocks whose FFN is tuned, as in editor.layers")
+    ffn: Literal["first", "second", "both"] = Field(default="both", description="which linear of the FFN")
+    rank: int = Field(default=8, gt=0, description="of each layer's change s B A, at most")
+    alpha: float = Field(default=16.0, gt=0, description="s is alpha / rank")
+    lr: float = Field(default=1e-3, gt=0, description="Adam's learning rate")
+    epochs: int = Field(default=30, gt=0, description="passes over the facts, at most")
+    stop_early: bool = Field(default=True, description="whether it ends after an epoch once every answer holds")
+    batch_facts: int = Field(default=8, gt=0, description="facts per step of Adam")
+
+
+class RetrievalConfig(Section):
+    """Retrieval: the nearest fact is put before a prompt, and no weight changes."""
+
+    threshold: float = Field(
+        default=0.5, ge=0, le=1, description="similarity to the nearest fact's prompt from which on it is put there"
+    )
+    template: str = Field(
+        default="{fact} {answer}\n{prompt}",
+        description="what the model then reads: the nearest fact's prompt and answer, and at the end the given prompt",
+    )
+
+
 class BaselinesConfig(Section):
     """The methods that MALMEN is compared with."""
 
@@ -351,6 +376,8 @@ class BaselinesConfig(Section):
     memit_history: MemitHistoryConfig = MemitHistoryConfig()
     alphaedit: AlphaEditConfig = AlphaEditConfig()
     ultraedit: UltraEditConfig = UltraEditConfig()
+    lora: LoRAConfig = LoRAConfig()
+    retrieval: RetrievalConfig = RetrievalConfig()
 
 
 class Config(Section):

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -81,12 +81,30 @@ def evaluation_texts(
     on_progress: OnProgress | None = None,
 ) -> dict[Form, list[EncodedFact]]:  # fmt: skip
     """By form, greedy texts after the first `number` different prompts of unrelated facts that no record edits."""
-    asked = dict.fromkeys(fact.prompt for facts in unrelated_to_all(records) for fact in facts)
-    prompts = list(asked)[:number] or openings()[:number]
+    prompts = _evaluation_prompts(records, number)
     forms = find_forms(lm, config.own_text)
     starts = [Start(prompt, _prompt_ids(lm, config, form, prompt), form, False) for form in forms for prompt in prompts]
     texts = write_texts(lm, starts, config.own_text.max_tokens, config.seed, on_progress=on_progress)
     return {form: texts[place * len(prompts) : (place + 1) * len(prompts)] for place, form in enumerate(forms)}
+
+
+def _evaluation_prompts(records: Sequence[EditRecord], number: int) -> list[str]:
+    asked = dict.fromkeys(fact.prompt for facts in unrelated_to_all(records) for fact in facts)
+    return list(asked)[:number] or openings()[:number]
+
+
+def rewritten_texts(
+    lm: LanguageModel, config: Config, records: Sequence[EditRecord], texts: Mapping[Form, Sequence[EncodedFact]],
+    rewrite: Callable[[str], str],
+) -> dict[Form, list[EncodedFact]]:  # fmt: skip
+    """The `evaluation_texts` of these records as they stand behind what is read in place of their prompts."""
+    return {
+        form: [
+            _as_fact(lm, Start(prompt, _prompt_ids(lm, config, form, rewrite(prompt)), form, False), text.targets)
+            for prompt, text in zip(_evaluation_prompts(records, len(written)), written, strict=True)
+        ]
+        for form, written in texts.items()
+    }
 
 
 def openings() -> list[str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from malmen.data.tokens import EncodedFact, make_batches
+from malmen.data.tokens import EncodedFact, make_batches, one_batch
 from malmen.lm.generate import OnProgress
 from malmen.lm.model import LanguageModel
 from malmen.lm.overlay import Overlay, Shifts, edited
@@ -36,11 +36,14 @@ class Drift:
 
 def drift_of_edit(
     lm: LanguageModel, texts: Sequence[EncodedFact], shifts: Shifts, token_budget: int,
-    on_progress: OnProgress | None = None,
+    on_progress: OnProgress | None = None, read: Sequence[EncodedFact] | None = None,
 ) -> Drift:  # fmt: skip
-    """Drift of the model under these shifts, along texts that the unedited one has written greedily."""
+    """Drift of the model under these shifts, along texts that the unedited one has written greedily.
+
+    `read` are these texts as the edited model reads them, where their prompts are rewritten.
+    """
     overlay = Overlay.of(lm, shifts)
-    return _measure(lm, texts, lambda: edited(lm, overlay), token_budget, on_progress)
+    return _measure(lm, texts, lambda: edited(lm, overlay), token_budget, on_progress, read)
 
 
 def drift_of_rounding(
@@ -59,13 +62,16 @@ def _measure(
     changed: Callable[[], AbstractContextManager[None]],
     token_budget: int,
     on_progress: OnProgress | None,
+    read: Sequence[EncodedFact] | None = None,
 ) -> Drift:
     divergences, same, sure = [], [], []
     unchanged = dict.fromkeys(LENGTHS, 0)
     done = 0
-    for batch in make_batches(texts, token_budget, lm.pad_id):
-        batch = batch.to(lm.device)
-        reference = lm.log_probs(batch)
+    for batch in make_batches(texts if read is None else read, token_budget, lm.pad_id):
+        batch = written = batch.to(lm.device)
+        if read is not None:
+            written = one_batch([texts[index] for index in batch.facts.tolist()], lm.pad_id).to(lm.device)
+        reference = lm.log_probs(written)
         with changed():
             log_probs = lm.log_probs(batch)
         divergences.append((reference.exp() * (reference - log_probs)).sum(-1).cpu())

@@ -14,7 +14,7 @@ from malmen.data.tokens import make_batches
 from malmen.edit_method import PlainEdit, UntrainedMethod
 from malmen.editor import finite, require_facts
 from malmen.errors import EditError
-from malmen.lm.layers import find_layers
+from malmen.lm.layers import LayerSpec, find_layers
 from malmen.lm.losses import nll
 from malmen.lm.model import LanguageModel, fact_encoder
 from malmen.lm.overlay import edited, upright_weight
@@ -25,9 +25,7 @@ class FineTune(UntrainedMethod):
 
     def __init__(self, lm: LanguageModel, config: Config) -> None:
         self.config, self.settings = config, config.baselines.ft
-        ways = ("first", "second") if self.settings.ffn == "both" else (self.settings.ffn,)
-        found = [layer for way in ways for layer in find_layers(lm.model, self.settings.layers, way)]
-        self.layers = list(dict.fromkeys(found))  # layers that are named are found either way
+        self.layers = ffn_layers(lm, self.settings.layers, self.settings.ffn)
 
     def edit(self, lm: LanguageModel, facts: Sequence[Fact]) -> PlainEdit:
         """Epochs of AdamW over the facts, in an order that the seed fixes."""
@@ -51,6 +49,13 @@ class FineTune(UntrainedMethod):
                     loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
         return PlainEdit(finite({name: (weights[name].detach() - frozen[name]).double() for name in weights}))
+
+
+def ffn_layers(lm: LanguageModel, layers: str | Sequence[str], ffn: str) -> list[LayerSpec]:
+    """The layers of a rule or of a list of names; with `both`, a rule means both linears of each FFN."""
+    ways = ("first", "second") if ffn == "both" else (ffn,)
+    found = [layer for way in ways for layer in find_layers(lm.model, layers, way)]
+    return list(dict.fromkeys(found))  # layers that are named are found either way
 
 
 def _full_weight(lm: LanguageModel, name: str) -> Tensor:

@@ -31,6 +31,7 @@ class Method:
     rounds: tuple[Rounds, ...] = ()  # what the experiment `rounds` compares; () leaves the method out
     paths: tuple[str, ...] = ()  # those of its settings that name files or folders
     shares: str | None = None  # the rival whose settings it has beside its own
+    weights: bool = True  # whether it changes weights; where not, there is nothing to save, export or serve
     make: Callable[[LanguageModel, Config], UntrainedMethod] | None = None
     training_config: Callable[[Config], Config] = lambda config: config  # from MALMEN's config to the method's own
 
@@ -76,5 +77,7 @@ METHODS = {
             "alphaedit", "AlphaEdit", "C8", "X", rounds=("again",), shares="memit", make=_lazy("alphaedit:AlphaEdit")
         ),
         Method("ultraedit", "UltraEdit", "C4", "v", rounds=("again",), make=_lazy("ultraedit:UltraEdit")),
+        Method("lora", "LoRA", "C7", "h", rounds=("again",), make=_lazy("lora:LoRA")),
+        Method("retrieval", "Retrieval", "C9", "*", weights=False, make=_lazy("retrieval:Retrieval")),
     )
 }

@@ -48,6 +48,10 @@ def edit(
 ) -> None:
     """Apply the facts of a file in one change of weights, report each fact, and save the edit."""
     check_method(method, editor, config, overrides or [])
+    if method is not None and not METHODS[method].weights:
+        raise UsageError(
+            f"{method} changes no weights, so there is no edit to save: see `malmen eval --method {method}`"
+        )
     slow_import("malmen.training")
     from malmen.data.readers import read_records
     from malmen.data.splits import check_encodable

@@ -15,7 +15,7 @@ from malmen.config import Config
 from malmen.data.records import EditRecord, Fact
 from malmen.data.splits import validation_records
 from malmen.data.subjects import edits_of
-from malmen.edit_method import EditMethod, UntrainedMethod
+from malmen.edit_method import EditMethod, UntrainedMethod, rewrite_of
 from malmen.edit_set import EditSet, fact_rows
 from malmen.editor import Editor, finite
 from malmen.errors import EditError
@@ -92,16 +92,17 @@ def _measure(
     began = time.perf_counter()
     if cell.rounds == 1:
         edit = method.edit(lm, facts)
-        shifts, residual = edit.shifts, edit.mean_residual()
+        shifts, residual, rewrite = edit.shifts, edit.mean_residual(), rewrite_of(edit)
     else:
-        shifts, residual = _in_rounds(cell, lm, method, facts), None
+        shifts, residual, rewrite = _in_rounds(cell, lm, method, facts), None, None
     seconds = time.perf_counter() - began
     if residual is None and cell.rounds == 1 and isinstance(method, Editor):
         batches = encode_batches(lm, facts, method.config)
         residual = sum_residual(method, trace(lm, method.layers, batches, config.editor.tokens))
     evaluation = evaluate(
-        lm, records, shifts, config, generate=settings.generate, own_texts=settings.own_texts, residual=residual
-    )
+        lm, records, shifts, config,
+        generate=settings.generate, own_texts=settings.own_texts, residual=residual, rewrite=rewrite,
+    )  # fmt: skip
     scores, failures = evaluation.scores(), _failures(evaluation, settings.failures)
     return {"scores": scores, "score": score(scores), "edit_seconds": seconds, "failures": failures}
 

@@ -17,7 +17,7 @@ from malmen.data.world import world_records
 from malmen.errors import EditError, UsageError
 from malmen.lm.generate import generate_ids
 from malmen.lm.model import LanguageModel, fact_encoder, load_lm
-from malmen.lm.own_text import evaluation_texts, find_forms, own_texts, training_starts, write_texts
+from malmen.lm.own_text import evaluation_texts, find_forms, own_texts, rewritten_texts, training_starts, write_texts
 
 
 def _config(folder: Path, **own: object) -> Config:
@@ -35,6 +35,19 @@ def test_greedy_texts_are_what_the_model_answers_and_end_with_its_end_mark(lm: L
         assert ids[: text.first + 1] == lm.tokenizer(prompt)["input_ids"]
         assert ids[text.first + 1 :] == text.targets == answer[: len(text.targets)]
         assert text.targets.index(lm.tokenizer.eos_token_id) == len(text.targets) - 1
+
+
+def test_a_rewritten_text_is_the_same_text_behind_another_prompt(lm: LanguageModel, tmp_path: Path) -> None:
+    records, config = world_records("validation")[:20], _config(tmp_path)
+    texts = evaluation_texts(lm, config, records, 30)
+    prompts = list(dict.fromkeys(fact.prompt for facts in unrelated_to_all(records) for fact in facts))[:30]
+    read = rewritten_texts(lm, config, records, texts, lambda prompt: f"Well. {prompt}")
+    for text, old, prompt in zip(read["raw"], texts["raw"], prompts, strict=True):
+        ids = lm.tokenizer(f"Well. {prompt}")["input_ids"]
+        assert (text.input_ids, text.first, text.targets) == (
+            ids + old.targets[:-1], len(ids) - 1, old.targets,
+        )  # fmt: skip
+    assert rewritten_texts(lm, config, records, texts, str) == texts
 
 
 def test_a_text_that_ends_at_once_is_a_text(lm: LanguageModel, tmp_path: Path) -> None:

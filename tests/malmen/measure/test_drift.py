@@ -57,6 +57,24 @@ def test_drift_is_what_one_text_at_a_time_shows(lm: LanguageModel, texts: list[E
     assert found.sure_agreement == pytest.approx(sum(of_sure) / len(of_sure))
 
 
+def test_where_other_prompts_are_read_the_model_after_them_is_compared(
+    lm: LanguageModel, texts: list[EncodedFact]
+) -> None:
+    before = lm.tokenizer("Where is it?")["input_ids"]
+    read = [EncodedFact([*before, *text.input_ids], len(before) + text.first, text.targets) for text in texts]
+    divergences, same = [], []
+    for text, longer in zip(texts, read, strict=True):
+        old, new = (
+            lm.model(torch.tensor([one.input_ids])).logits[0, one.first :].log_softmax(-1) for one in (text, longer)
+        )
+        divergences += (old.exp() * (old - new)).sum(-1).tolist()
+        same += (old.argmax(-1) == new.argmax(-1)).tolist()
+    for budget in (1, 300):
+        found = drift_of_edit(lm, texts, {}, budget, read=read)
+        assert_close(found.kl, sum(divergences) / len(divergences), rtol=1e-4, atol=1e-6)
+        assert found.agreement == pytest.approx(sum(same) / len(same)) and 0 < found.agreement < 1
+
+
 def test_a_text_counts_as_unchanged_where_the_edited_model_writes_it_again(
     lm: LanguageModel, texts: list[EncodedFact]
 ) -> None:

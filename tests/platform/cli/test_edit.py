@@ -29,7 +29,7 @@ def facts(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("method", ["ft", "memit", "memit_history", "alphaedit", "ultraedit"])
+@pytest.mark.parametrize("method", ["ft", "memit", "memit_history", "alphaedit", "ultraedit", "lora"])
 def test_a_rival_edits_without_an_editor(malmen: Malmen, facts: Path, tmp_path: Path, method: str) -> None:
     """The rows name no subject: MEMIT finds it in what the rephrasings share."""
     out = tmp_path / "edit"
@@ -63,13 +63,25 @@ def test_a_rival_is_evaluated_with_its_own_settings(malmen: Malmen) -> None:
     assert code == 0 and scores["edit_success"] == scores["edit_success_before"] and scores["locality_agreement"] == 1
 
 
+def test_retrieval_is_evaluated_by_what_the_model_reads(malmen: Malmen) -> None:
+    """Only prompts with the very words of an edit are near here, so rephrasings stay as they were."""
+    code, said, _ = malmen(
+        "eval", "--method", "retrieval", "--edits", 4, "--no-generate", "--json", "baselines.retrieval.threshold=1"
+    )  # fmt: skip
+    scores = json.loads(said)
+    assert code == 0 and scores["edit_success"] != scores["edit_success_before"] and scores["locality_agreement"] == 1
+    assert scores["generalization_success"] == scores["generalization_success_before"]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (
             ["--method", "magic"],
-            "unknown method 'magic'; the methods are malmen, mend, ft, memit, memit_history, alphaedit, ultraedit",
+            "unknown method 'magic'; the methods are malmen, mend, ft, memit, memit_history, alphaedit, ultraedit, lora, "
+            "retrieval",
         ),
+        (["--method", "retrieval"], "retrieval changes no weights, so there is no edit to save"),
         (["--method", "mend"], "--method mend needs a trained editor"),
         ([], "--method malmen needs a trained editor"),
         (["--editor", "x", "--config", "builtin", "--method", "ft"], "--config and --editor exclude each other"),

@@ -11,7 +11,7 @@ SMALL = [
     "tracking.enabled=false",
     "experiment.seeds=[0, 1]", "experiment.edits=[2, 4]", "experiment.ablation_edits=4", "experiment.rounds=2",
     "experiment.memory_edits=[4]", "experiment.ablations=[sum, no_regularisation]", "baselines.ft.epochs=1",
-    "baselines.memit.steps=2", "experiment.failures=3",
+    "baselines.memit.steps=2", "baselines.lora.epochs=2", "experiment.failures=3",
 ]  # fmt: skip
 
 

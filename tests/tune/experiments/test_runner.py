@@ -32,7 +32,7 @@ def test_all_experiments_give_numbers_pictures_and_a_page_and_nothing_is_done_tw
     scaling = json.loads((folder / "results" / "scaling.json").read_text())
     assert {(row["variant"], row["edits"]) for row in scaling["rows"]} == {
         (method, edits)
-        for method in ("malmen", "mend", "ft", "memit", "memit_history", "alphaedit", "ultraedit")
+        for method in ("malmen", "mend", "ft", "memit", "memit_history", "alphaedit", "ultraedit", "lora", "retrieval")
         for edits in (2, 4)
     }
     for row in scaling["rows"]:
