@@ -5,6 +5,7 @@ Every measurement has a process of its own, `python -m malmen.tune.experiments.m
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -19,11 +20,6 @@ from malmen.config import Config, parse_config
 
 WAYS = {"decomposed": "LM and hyper-network apart (MALMEN)", "concatenated": "one graph (MEND-style)"}
 _LIMIT_SECONDS = 1200
-# What torch, Python, C extensions and the loader say at the limit.
-_RAN_OUT = (
-    "can't allocate memory", "MemoryError", "error return without exception set", "failed to map segment",
-    "Cannot allocate memory",
-)  # fmt: skip
 _BATCHES = {"token_budget": 512, "hypernet_rows": 512, "cache_mb": 0}  # of the decomposed step, for any number of edits
 # glibc keeps freed blocks below a threshold that it raises as it goes; with a fixed one they go back to the system.
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_TRIM_THRESHOLD_": "1000000"}
@@ -48,7 +44,7 @@ def measure_memory(config: Config, way: str, edits: int, seed: int, limit_gb: fl
         return row | {"error": f"took more than {_LIMIT_SECONDS} s"}
     if done.returncode == 0:
         return row | json.loads(done.stdout.splitlines()[-1])
-    if any(words in done.stderr for words in _RAN_OUT):
+    if "can't allocate memory" in done.stderr or "MemoryError" in done.stderr:
         return row | {"ran_out": limit_gb}
     # A machine with less memory than the limit ends the process by a signal, which says nothing about the step.
     last = (done.stderr.strip().splitlines() or [f"ended with {done.returncode} and no message"])[-1]
@@ -89,7 +85,10 @@ def _peak_mb() -> float:
 
 def _main() -> None:
     request = json.load(sys.stdin)
-    import torch  # before the limit: its libraries take address space that is no memory
+    # Before the limit: libraries take address space that is no memory, and their imports fail in words of their own.
+    for module in ("malmen.methods.concatenated", "malmen.meta", "malmen.training"):
+        importlib.import_module(module)
+    import torch
 
     torch.set_num_threads(1)
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
