@@ -54,8 +54,8 @@ class FineTune(UntrainedMethod):
 def ffn_layers(lm: LanguageModel, layers: str | Sequence[str], ffn: str) -> list[LayerSpec]:
     """The layers of a rule or of a list of names; with `both`, a rule means both linears of each FFN."""
     ways = ("first", "second") if ffn == "both" else (ffn,)
-    found = [layer for way in ways for layer in find_layers(lm.model, layers, way)]
-    return list(dict.fromkeys(found))  # layers that are named are found either way
+    of_each_way = [layer for way in ways for layer in find_layers(lm.model, layers, way)]
+    return list(dict.fromkeys(of_each_way))  # layers that are named are found either way
 
 
 def _full_weight(lm: LanguageModel, name: str) -> Tensor:

@@ -40,9 +40,13 @@ class Memit(UntrainedMethod):
 
     def __init__(self, lm: LanguageModel, config: Config) -> None:
         if lm.kind != "decoder":
-            raise EditError(f"MEMIT edits decoders, by their subjects' last tokens; this model is of kind {lm.kind}")
+            raise EditError(
+                f"MEMIT's values are set at subjects' last tokens in decoders; this model is of kind {lm.kind}"
+            )
         if len({parameter.device for parameter in lm.model.parameters()}) > 1:
-            raise EditError("MEMIT needs the whole model on one device; model.device=split is for other methods")
+            raise EditError(
+                "MEMIT's values need the whole model on one device; model.device=split is for other methods"
+            )
         self.config, self.settings = config, config.baselines.memit
         self._moments: KeyMoments | None = None
         self.history: dict[str, Tensor] | None = None  # K Kᵀ of earlier rounds by layer; None: edits keep no history
@@ -225,14 +229,15 @@ class Places:
     def __init__(self, lm: LanguageModel, config: Config, prefixes: int, prefix_tokens: int) -> None:
         self.lm, self.encoder = lm, fact_encoder(lm, config.data)
         if not getattr(lm.tokenizer, "is_fast", False):
-            raise EditError("MEMIT needs a fast tokenizer, which gives the place of each token in the text")
+            raise EditError("MEMIT's values need a fast tokenizer, which gives the place of each token in the text")
         self.prefixes = random_texts(lm, prefixes, prefix_tokens, config.seed)
 
     def of(self, fact: Fact, prefix: str = "") -> Placed:
         """A fact behind a prefix; EditError if it has no subject, or one that is not in its prompt."""
         if not fact.subject:
             raise EditError(
-                f"MEMIT needs the subject of {fact.prompt!r}: give the row a `subject`, or rephrasings that share it"
+                f"MEMIT's values need the subject of {fact.prompt!r}: give the row a `subject`, or rephrasings "
+                "that share it"
             )
         prompt = prefix + fact.prompt
         name = re.escape(fact.subject)  # as a word of its own, or anywhere: not every script separates words
@@ -247,7 +252,7 @@ class Places:
         encoded = self.encoder.encode(Fact(prompt, fact.answer))
         if encoded.first + 1 != len(self.encoder.prompt_ids(prompt)):
             raise EditError(
-                f"the prompt {fact.prompt[:60]!r} … is too long for MEMIT: truncated, it may lose its subject"
+                f"the prompt {fact.prompt[:60]!r} … is too long for MEMIT's values: truncated, it may lose its subject"
             )
         return Placed(encoded, position)
 

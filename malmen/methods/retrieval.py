@@ -99,10 +99,13 @@ class Index:
 
     def __call__(self, prompt: str) -> str:
         """The prompt behind its nearest fact, or by itself where none is near enough."""
-        found = self.nearest(prompt)
-        if found is None or found[1] < self.settings.threshold:
+        nearest = self.nearest(prompt)
+        if nearest is None:
             return prompt
-        return self.settings.template.format(fact=found[0].prompt, answer=found[0].answer, prompt=prompt)
+        fact, similarity = nearest
+        if similarity < self.settings.threshold:
+            return prompt
+        return self.settings.template.format(fact=fact.prompt, answer=fact.answer, prompt=prompt)
 
 
 def words_of(text: str) -> list[str]:

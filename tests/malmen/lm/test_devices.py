@@ -125,7 +125,7 @@ def test_by_itself_a_model_is_in_bfloat16_only_on_a_gpu_that_does_not_emulate_it
 def test_memit_refuses_a_model_on_several_devices() -> None:
     lm = tiny_lm("gpt2")
     lm.model.get_submodule("transformer.ln_f").to("meta")
-    with pytest.raises(EditError, match="MEMIT needs the whole model on one device"):
+    with pytest.raises(EditError, match="MEMIT's values need the whole model on one device"):
         Memit(lm, Config())
 
 

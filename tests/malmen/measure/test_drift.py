@@ -31,9 +31,9 @@ def _shifts(lm: LanguageModel, scale: float) -> dict[str, torch.Tensor]:
 
 
 def test_no_edit_is_no_drift(lm: LanguageModel, texts: list[EncodedFact]) -> None:
-    found = drift_of_edit(lm, texts, {}, 200)
-    assert (found.kl, found.kl_p95, found.agreement, found.sure_agreement) == (0.0, 0.0, 1.0, 1.0)
-    assert (found.unchanged_10, found.unchanged_20) == (1.0, 1.0)
+    drift = drift_of_edit(lm, texts, {}, 200)
+    assert (drift.kl, drift.kl_p95, drift.agreement, drift.sure_agreement) == (0.0, 0.0, 1.0, 1.0)
+    assert (drift.unchanged_10, drift.unchanged_20) == (1.0, 1.0)
 
 
 def test_drift_is_what_one_text_at_a_time_shows(lm: LanguageModel, texts: list[EncodedFact]) -> None:
@@ -49,12 +49,12 @@ def test_drift_is_what_one_text_at_a_time_shows(lm: LanguageModel, texts: list[E
             same.append(bool(old[token].argmax() == new[token].argmax()))
             top = sorted(old[token].tolist())[-2:]
             sure.append(top[1] - top[0] >= SURE)
-    found = drift_of_edit(lm, texts, shifts, 100)
-    assert_close(found.kl, sum(divergences) / len(divergences), rtol=1e-4, atol=1e-6)
-    assert_close(found.kl_p95, float(torch.tensor(divergences).quantile(0.95)), rtol=1e-4, atol=1e-6)
-    assert found.agreement == pytest.approx(sum(same) / len(same)) and 0 < found.agreement < 1
+    drift = drift_of_edit(lm, texts, shifts, 100)
+    assert_close(drift.kl, sum(divergences) / len(divergences), rtol=1e-4, atol=1e-6)
+    assert_close(drift.kl_p95, float(torch.tensor(divergences).quantile(0.95)), rtol=1e-4, atol=1e-6)
+    assert drift.agreement == pytest.approx(sum(same) / len(same)) and 0 < drift.agreement < 1
     of_sure = [agrees for agrees, certain in zip(same, sure, strict=True) if certain]
-    assert found.sure_agreement == pytest.approx(sum(of_sure) / len(of_sure))
+    assert drift.sure_agreement == pytest.approx(sum(of_sure) / len(of_sure))
 
 
 def test_where_other_prompts_are_read_the_model_after_them_is_compared(
@@ -70,9 +70,9 @@ def test_where_other_prompts_are_read_the_model_after_them_is_compared(
         divergences += (old.exp() * (old - new)).sum(-1).tolist()
         same += (old.argmax(-1) == new.argmax(-1)).tolist()
     for budget in (1, 300):
-        found = drift_of_edit(lm, texts, {}, budget, read=read)
-        assert_close(found.kl, sum(divergences) / len(divergences), rtol=1e-4, atol=1e-6)
-        assert found.agreement == pytest.approx(sum(same) / len(same)) and 0 < found.agreement < 1
+        drift = drift_of_edit(lm, texts, {}, budget, read=read)
+        assert_close(drift.kl, sum(divergences) / len(divergences), rtol=1e-4, atol=1e-6)
+        assert drift.agreement == pytest.approx(sum(same) / len(same)) and 0 < drift.agreement < 1
 
 
 def test_a_text_counts_as_unchanged_where_the_edited_model_writes_it_again(
@@ -84,8 +84,8 @@ def test_a_text_counts_as_unchanged_where_the_edited_model_writes_it_again(
     same = [old.targets == new.targets for old, new in zip(texts, after, strict=True)]
     assert 0 < sum(same) < len(same)
     assert max(len(text.targets) for text in texts) <= 10
-    found = drift_of_edit(lm, texts, shifts, 300)
-    assert found.unchanged_10 == found.unchanged_20 == sum(same) / len(same)
+    drift = drift_of_edit(lm, texts, shifts, 300)
+    assert drift.unchanged_10 == drift.unchanged_20 == sum(same) / len(same)
 
 
 def test_the_floor_leaves_the_weights_as_they_were(texts: list[EncodedFact]) -> None:

@@ -65,12 +65,12 @@ def test_the_shift_is_the_constrained_minimum(facts: int, damping: float) -> Non
     free = smallest_directions(given["moment"], AlphaEditConfig())
     assert free.shape == (8, 5)
     for history in (None, given["history"]):
-        found = projected(given["keys"], given["rest"], free, damping, history)
+        shift = projected(given["keys"], given["rest"], free, damping, history)
         zero = torch.zeros(8, 8, dtype=torch.float64)
         wanted = constrained(
             given["keys"], given["rest"], given["moment"], 5, damping, zero if history is None else history
         )
-        assert_close(found, wanted, rtol=1e-8, atol=1e-11)
+        assert_close(shift, wanted, rtol=1e-8, atol=1e-11)
 
 
 def test_the_shift_solves_the_equation_with_the_projection_and_its_gradient_has_no_free_part() -> None:
@@ -78,13 +78,13 @@ def test_the_shift_solves_the_equation_with_the_projection_and_its_gradient_has_
     given, damping = problem(), 0.3
     keys, rest, history = given["keys"], given["rest"], given["history"]
     free = smallest_directions(given["moment"], AlphaEditConfig())
-    found = projected(keys, rest, free, damping, history)
+    shift = projected(keys, rest, free, damping, history)
     large = torch.linalg.svd(given["moment"])[0][:, :3]
     identity = torch.eye(8, dtype=torch.float64)
     projection = identity - large @ large.T
     system = projection @ (keys.T @ keys + history) + damping * identity
-    assert_close(found, torch.linalg.solve(system, projection @ keys.T @ rest).T, rtol=1e-9, atol=1e-12)
-    leaf = found.clone().requires_grad_()
+    assert_close(shift, torch.linalg.solve(system, projection @ keys.T @ rest).T, rtol=1e-9, atol=1e-12)
+    leaf = shift.clone().requires_grad_()
     loss = (keys @ leaf.T - rest).square().sum() + (leaf @ history @ leaf.T).trace() + damping * leaf.square().sum()
     (grad,) = torch.autograd.grad(loss, leaf)
     assert_close(grad @ projection, torch.zeros_like(grad), rtol=0, atol=1e-11)
@@ -130,7 +130,7 @@ def test_texts_that_the_moments_come_from_are_read_as_before(name: str, tmp_path
     tokens = [torch.tensor([lm.tokenizer(text)["input_ids"]]) for text in texts]
     method = AlphaEdit(lm, config(tmp_path, {"corpus": str(corpus)}, threshold=1e-15, damping=1e-9))
     state = digest(lm), count_hooks(lm)
-    found = method.edit(lm, FACTS[1:])
+    edit = method.edit(lm, FACTS[1:])
     assert (digest(lm), count_hooks(lm)) == state
     num_tokens = sum(ids.numel() for ids in tokens)
     for layer in method.layers:
@@ -139,7 +139,7 @@ def test_texts_that_the_moments_come_from_are_read_as_before(name: str, tmp_path
     other = torch.tensor([lm.tokenizer(FACTS[1].prompt)["input_ids"]])
     with torch.no_grad():
         before = [model(ids).logits for ids in (*tokens, other)]
-        with edited(lm, found.shifts):
+        with edited(lm, edit.shifts):
             after = [model(ids).logits for ids in (*tokens, other)]
     for old, new in zip(before[:-1], after[:-1], strict=True):
         assert_close(new, old, rtol=1e-9, atol=1e-11)
@@ -163,10 +163,10 @@ def test_rounds_are_those_made_by_hand_on_a_model_that_really_changes(name: str,
     shifts: dict[str, Tensor] = {}
     for facts in (FACTS[:2], FACTS[2:4], FACTS[4:]):
         with edited(lm, shifts):
-            found = series.edit(lm, facts).shifts
+            new = series.edit(lm, facts).shifts
         places.lm = changed
         wanted = edit_by_hand(changed, method.layers, facts, places, settings.baselines.memit, solve)
         for layer, shift in wanted.items():
-            assert_close(found[layer], shift, rtol=1e-6, atol=1e-8 * float(shift.norm()))
-        shifts = {layer: shifts.get(layer, 0) + shift for layer, shift in found.items()}
+            assert_close(new[layer], shift, rtol=1e-6, atol=1e-8 * float(shift.norm()))
+        shifts = {layer: shifts.get(layer, 0) + shift for layer, shift in new.items()}
     assert method.history is None and method.for_rounds().history == {}

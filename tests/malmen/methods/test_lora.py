@@ -71,7 +71,7 @@ class PlusProduct(nn.Module):
 def test_the_shift_is_what_adam_does_to_the_factors_of_a_reparametrised_copy(name: str) -> None:
     lm, config = worded_lm(name), make_config()
     method = LoRA(lm, config)
-    found = method.edit(lm, FACTS).shifts
+    shifts = method.edit(lm, FACTS).shifts
     model, added = copy.deepcopy(lm.model), {}
     for layer, start in method.start(lm).items():
         module = model.get_submodule(layer)
@@ -80,8 +80,8 @@ def test_the_shift_is_what_adam_does_to_the_factors_of_a_reparametrised_copy(nam
     leaves = [leaf for part in added.values() for leaf in part.parameters()]
     train_copy(model, encode(lm, config), torch.optim.Adam(leaves, lr=0.01), 3)
     for layer, part in added.items():
-        assert_close(found[layer], (5 / 3 * part.up @ part.down).detach(), rtol=1e-8, atol=1e-10)
-        assert float(found[layer].norm()) > 0
+        assert_close(shifts[layer], (5 / 3 * part.up @ part.down).detach(), rtol=1e-8, atol=1e-10)
+        assert float(shifts[layer].norm()) > 0
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -107,45 +107,45 @@ def test_the_first_step_moves_b_by_the_gradients_sign_and_leaves_a() -> None:
     """B = 0 hides A from the loss; Adam's first step of B is −η ∇/|∇| of s Σ ∇_v (A u)ᵀ, which the traces give."""
     lm, config = worded_lm("gptj"), make_config(epochs=1, batch_facts=7)
     method = LoRA(lm, config)
-    found, started = method.edit(lm, FACTS).shifts, method.start(lm)
+    shifts, started = method.edit(lm, FACTS).shifts, method.start(lm)
     for layer, traced in plain_traces(lm, method.layers, encode(lm, config), "all").items():
         down = started[layer].down.detach()
         grad = 5 / 3 * traced.value_grads.T @ traced.keys @ down.T / len(FACTS)
-        assert_close(found[layer], 5 / 3 * (-0.01 * grad / (grad.abs() + 1e-8)) @ down, rtol=1e-6, atol=1e-9)
+        assert_close(shifts[layer], 5 / 3 * (-0.01 * grad / (grad.abs() + 1e-8)) @ down, rtol=1e-6, atol=1e-9)
 
 
 def test_peft_trains_the_same_adapter_from_the_same_start() -> None:
     peft = pytest.importorskip("peft")
     lm, config = worded_lm("llama"), make_config()
     method = LoRA(lm, config)
-    found = method.edit(lm, FACTS).shifts
-    theirs = peft.LoraConfig(r=3, lora_alpha=5, target_modules=list(found), task_type="CAUSAL_LM")
+    shifts = method.edit(lm, FACTS).shifts
+    theirs = peft.LoraConfig(r=3, lora_alpha=5, target_modules=list(shifts), task_type="CAUSAL_LM")
     model = peft.get_peft_model(copy.deepcopy(lm.model), theirs, autocast_adapter_dtype=False)
-    adapted = {layer: model.base_model.model.get_submodule(layer) for layer in found}
+    adapted = {layer: model.base_model.model.get_submodule(layer) for layer in shifts}
     for layer, start in method.start(lm).items():
         own = adapted[layer]
         assert_close(own.lora_B["default"].weight, start.up, check_dtype=False)
         own.lora_A["default"].weight.data = start.down.detach().clone()
         own.lora_B["default"].weight.data = start.up.detach().clone()
     leaves = [leaf for leaf in model.parameters() if leaf.requires_grad]
-    assert len(leaves) == 2 * len(found)
+    assert len(leaves) == 2 * len(shifts)
     train_copy(model, encode(lm, config), torch.optim.Adam(leaves, lr=0.01), 3)
     for layer, module in adapted.items():
-        assert_close(found[layer], module.get_delta_weight("default").detach(), rtol=1e-8, atol=1e-10)
+        assert_close(shifts[layer], module.get_delta_weight("default").detach(), rtol=1e-8, atol=1e-10)
 
 
 def test_shifts_have_the_rank_at_most_and_the_model_stays_as_it_is() -> None:
     lm = worded_lm("gpt2")
     before = digest(lm), count_hooks(lm)
     random_state = torch.get_rng_state()
-    found = LoRA(lm, make_config(rank=2)).edit(lm, FACTS)
+    edit = LoRA(lm, make_config(rank=2)).edit(lm, FACTS)
     assert (digest(lm), count_hooks(lm)) == before and torch.equal(torch.get_rng_state(), random_state)
-    assert sorted(found.shifts) == [
+    assert sorted(edit.shifts) == [
         f"transformer.h.{block}.mlp.{name}" for block in (2, 3) for name in ("c_fc", "c_proj")
     ]
-    for shift in found.shifts.values():
+    for shift in edit.shifts.values():
         assert int(torch.linalg.matrix_rank(shift)) == 2
-    assert found.mean_residual() is None
+    assert edit.mean_residual() is None
 
 
 def test_training_under_factors_and_the_shifts_afterwards_are_the_same_model() -> None:

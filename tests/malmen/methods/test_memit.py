@@ -147,7 +147,7 @@ def test_an_edit_that_fails_leaves_the_history_as_it_was(tmp_path: Path) -> None
     series = MemitHistory(lm, config(tmp_path, steps=4, corpus_tokens=500)).for_rounds()
     series.edit(lm, FACTS[:2])
     before = {name: gram.clone() for name, gram in (series.history or {}).items()}
-    with pytest.raises(EditError, match="needs the subject"):
+    with pytest.raises(EditError, match="need the subject"):
         series.edit(lm, [FACTS[2], Fact("Who is it?", "Ann")])
     assert_close(series.history, before, rtol=0, atol=0)
 
@@ -293,14 +293,14 @@ def test_the_subjects_last_token_is_found(prompt: str, subject: str, last: str, 
 def test_a_fact_without_a_subject_is_a_clear_error(tmp_path: Path) -> None:
     lm = worded_lm("gpt2")
     method = Memit(lm, config(tmp_path))
-    with pytest.raises(EditError, match="needs the subject of 'Who is it"):
+    with pytest.raises(EditError, match="need the subject of 'Who is it"):
         method.edit(lm, [Fact("Who is it?", "Ann")])
     with pytest.raises(EditError, match="is not in the prompt"):
         method.edit(lm, [replace(FACTS[0], subject="Nobody")])
 
 
 def test_other_kinds_of_models_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(EditError, match="edits decoders"):
+    with pytest.raises(EditError, match="values are set at subjects' last tokens in decoders"):
         Memit(tiny_lm("t5"), config(tmp_path))
 
 

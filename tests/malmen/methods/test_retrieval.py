@@ -58,12 +58,12 @@ def test_similarity_is_the_cosine_of_words_weighted_by_their_rarity(records: lis
     cosines = weights[number + len(facts) :] @ weights[number : number + len(facts)].T
     index = make_index(facts, WordCounts(background))
     for prompt, row in zip(asked, cosines, strict=True):
-        found = index.nearest(prompt)
+        nearest = index.nearest(prompt)
         if row.max() == 0:
-            assert found is None
+            assert nearest is None
         else:
-            assert found is not None and found[1] == pytest.approx(row.max(), abs=1e-12)
-            assert row[facts.index(found[0])] == pytest.approx(row.max(), abs=1e-12)
+            assert nearest is not None and nearest[1] == pytest.approx(row.max(), abs=1e-12)
+            assert row[facts.index(nearest[0])] == pytest.approx(row.max(), abs=1e-12)
 
 
 @pytest.mark.parametrize("size", [1, 16])
@@ -96,9 +96,9 @@ def test_of_several_facts_about_one_person_the_one_that_is_asked_for_stands_ther
 
 def test_the_threshold_is_the_least_similarity_that_is_near(records: list[EditRecord], words: WordCounts) -> None:
     fact, prompt = records[0].edit, records[0].equivalents[0].prompt
-    found = make_index([fact], words).nearest(prompt)
-    assert found is not None and 0 < found[1] < 1
-    at, above = found[1], math.nextafter(found[1], 1)
+    nearest = make_index([fact], words).nearest(prompt)
+    assert nearest is not None and 0 < nearest[1] < 1
+    at, above = nearest[1], math.nextafter(nearest[1], 1)
     assert make_index([fact], words, threshold=at)(prompt) == f"{fact.prompt} {fact.answer}\n{prompt}"
     assert make_index([fact], words, threshold=above)(prompt) == prompt
     exact = make_index([record.edit for record in records], words, threshold=1)
@@ -118,8 +118,8 @@ def test_a_later_answer_to_the_same_prompt_replaces_the_earlier_and_braces_are_n
 def test_an_empty_index_is_the_unedited_model(lm: LanguageModel, records: list[EditRecord], words: WordCounts) -> None:
     config, index = make_config(), make_index([], words)
     without = evaluate(lm, records[:3], {}, config, own_texts=4)
-    found = evaluate(lm, records[:3], {}, config, own_texts=4, rewrite=index)
-    assert found == without and found.drift["raw"].kl == 0
+    evaluation = evaluate(lm, records[:3], {}, config, own_texts=4, rewrite=index)
+    assert evaluation == without and evaluation.drift["raw"].kl == 0
 
 
 def test_the_method_edits_no_weight_and_the_model_reads_the_facts(records: list[EditRecord]) -> None:
@@ -128,12 +128,12 @@ def test_the_method_edits_no_weight_and_the_model_reads_the_facts(records: list[
     assert method.prepare(lm) == method.prepare(lm) > 0
     edit = method.edit(lm, [record.edit for record in records[:2]])
     assert edit.shifts == {} and edit.mean_residual() is None and edit.rewrite is not None
-    found = evaluate(lm, records[:2], {}, config, own_texts=4, rewrite=edit.rewrite)
+    evaluation = evaluate(lm, records[:2], {}, config, own_texts=4, rewrite=edit.rewrite)
     again = evaluate_editor(lm, method, records[:2], config, edits=2, generate=False)
-    assert [fact.forced_after for fact in again.facts] == [fact.forced_after for fact in found.facts]
+    assert [fact.forced_after for fact in again.facts] == [fact.forced_after for fact in evaluation.facts]
     assert (digest(lm), count_hooks(lm)) == before
     tokens, right = lm.tokenizer, []
-    for fact in found.facts:
+    for fact in evaluation.facts:
         text = edit.rewrite(fact.prompt)
         assert (text == fact.prompt) or text.endswith(f"\n{fact.prompt}")
         ids, first = tokens(f"{text} {fact.answer}")["input_ids"], len(tokens(text)["input_ids"])
@@ -142,9 +142,9 @@ def test_the_method_edits_no_weight_and_the_model_reads_the_facts(records: list[
         assert fact.right_after == (best == ids[first:])
         assert fact.after is not None and ask(lm, text, 16).startswith(fact.after)
         right += [best == ids[first:]] if fact.role == "edit" else []
-    scores = found.scores()
+    scores = evaluation.scores()
     assert scores["edit_success_exact"] == sum(right) / 2 and scores["max_shift_ratio"] == 0
-    assert scores["own_raw_kl"] > 0 and any(fact.after != fact.before for fact in found.facts)
+    assert scores["own_raw_kl"] > 0 and any(fact.after != fact.before for fact in evaluation.facts)
 
 
 def test_the_fact_stands_inside_the_chat_template(records: list[EditRecord], words: WordCounts) -> None:

@@ -24,15 +24,15 @@ def test_the_tradeoff_has_every_method_and_recipe_by_its_drift_along_own_texts(
     for group in groups_of(chosen, config, {"tradeoff"}):
         work.do_cells(group, chosen, tmp_path)
     (path,) = write_results(chosen, config, tmp_path, ["tradeoff"])
-    found = json.loads(path.read_text())
-    assert [(row["variant"], row["edits"]) for row in found["rows"]] == [
+    result = json.loads(path.read_text())
+    assert [(row["variant"], row["edits"]) for row in result["rows"]] == [
         (name, edits) for name in ("malmen", "ft", "local") for edits in (2, 4)
     ]
-    for row in found["rows"]:
+    for row in result["rows"]:
         assert row["own_raw_kl"]["mean"] > 0 and 0 < row["own_raw_kl_floor"]["mean"] < 0.01
         assert 0 <= row["own_raw_unchanged_20"]["mean"] <= 1 and row["own_chat_kl"] is None  # it has no chat template
     assert "KL per token of its own texts, raw prompts" in path.with_suffix(".svg").read_text()
-    assert found["recipes"] == chosen.recipes
+    assert result["recipes"] == chosen.recipes
 
 
 def test_recipes_stand_beside_malmen_as_it_is(settings: ExperimentConfig, tmp_path: Path) -> None:
@@ -41,9 +41,9 @@ def test_recipes_stand_beside_malmen_as_it_is(settings: ExperimentConfig, tmp_pa
     for group in groups_of(chosen, config, {"recipes"}):
         work.do_cells(group, chosen, tmp_path)
     (path,) = write_results(chosen, config, tmp_path, ["recipes"])
-    found = json.loads(path.read_text())
-    assert [(row["label"], row["edits"]) for row in found["rows"]] == [
+    result = json.loads(path.read_text())
+    assert [(row["label"], row["edits"]) for row in result["rows"]] == [
         ("MALMEN", 2), ("less damping", 2), ("MALMEN", 4), ("less damping", 4),
     ]  # fmt: skip
-    assert found["rows"][0]["mean_residual"]["mean"] > found["rows"][1]["mean_residual"]["mean"]
-    assert path.with_suffix(".png").exists() and found["recipes"] == chosen.recipes
+    assert result["rows"][0]["mean_residual"]["mean"] > result["rows"][1]["mean_residual"]["mean"]
+    assert path.with_suffix(".png").exists() and result["recipes"] == chosen.recipes
