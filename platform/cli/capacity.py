@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from malmen.errors import UsageError
-from malmen.platform.cli.options import AsJson, ModelName, Overrides
+from malmen.platform.cli.options import AsJson, ModelName, PlacementOverrides
 from malmen.platform.cli.output import err, numbers_table, out, percent, print_json
 from malmen.platform.cli.progress import counted, status
 
@@ -22,7 +22,7 @@ CAPACITY_FILE = "capacity.json"  # in a checkpoint's folder
 
 def capacity(
     editor: Annotated[str, typer.Option(help="a run or checkpoint of `malmen train`, or RUN@best")],
-    overrides: Overrides = None,
+    overrides: PlacementOverrides = None,
     sizes: Annotated[str, typer.Option(help="numbers of facts to measure at, e.g. 1,16,256")] = "1,4,16,64,256",
     records: Annotated[Path | None, typer.Option(help="records to edit; default: the run's validation data")] = None,
     model: ModelName = None,

@@ -20,8 +20,9 @@ from malmen.platform.cli.options import (
     Generate,
     Method,
     MethodConfig,
+    MethodOverrides,
     ModelName,
-    Overrides,
+    WeightsMethod,
     resolve_config,
 )
 from malmen.platform.cli.output import err, facts_table, out, print_json, show_scores, spread_table
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
 
 def edit(
     facts: Annotated[Path, typer.Option(help="facts or records to edit, see docs/data.md")],
-    overrides: Overrides = None,
+    overrides: MethodOverrides = None,
     editor: EditorFolder = None,
-    method: Method = None,
+    method: WeightsMethod = None,
     config: MethodConfig = None,
     folder: Annotated[Path, typer.Option("--out", help="the folder for the edit")] = Path("runs/edit"),
     model: ModelName = None,
@@ -94,7 +95,7 @@ def edit(
 
 
 def evaluate(
-    overrides: Overrides = None,
+    overrides: MethodOverrides = None,
     editor: EditorFolder = None,
     method: Method = None,
     config: MethodConfig = None,

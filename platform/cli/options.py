@@ -15,6 +15,17 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 
 ConfigName = Annotated[str, typer.Argument(help="a YAML file, or a shipped config (`malmen configs` lists them)")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="settings as key=value, e.g. training.steps=100")]
+PlacementOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="only model.device=… and model.dtype=…; all other settings are the editor's"),
+]
+MethodOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="settings as key=value: with a trained editor only model.device=… and model.dtype=…; with a --method that "
+        "needs no --editor any, e.g. baselines.ft.epochs=10 (`malmen settings` lists them)"
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON on standard output")]
 Address = Annotated[
     str | None, typer.Option(help="of a Ray cluster (HOST:PORT or `auto`); default: RAY_ADDRESS, else a local one")
@@ -28,12 +39,12 @@ EditorFolder = Annotated[
     ),
 ]
 ModelName = Annotated[str | None, typer.Option("--model", help="the base model, if it is not where the config says")]
-Method = Annotated[
+_METHOD_HELP = "{} need no --editor; default: what the --editor was trained as"
+_UNTRAINED = [method for method in METHODS.values() if not method.trained]
+Method = Annotated[str | None, typer.Option(help=_METHOD_HELP.format(", ".join(method.name for method in _UNTRAINED)))]
+WeightsMethod = Annotated[  # of a command that saves the edit
     str | None,
-    typer.Option(
-        help=f"{', '.join(name for name, method in METHODS.items() if not method.trained)} need no --editor; "
-        "default: what the --editor was trained as"
-    ),
+    typer.Option(help=_METHOD_HELP.format(", ".join(method.name for method in _UNTRAINED if method.weights))),
 ]
 MethodConfig = Annotated[
     str | None, typer.Option("--config", help="for a method without an --editor: a YAML file, or a shipped config")
