@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from malmen.errors import EditError
-from malmen.platform.cli.options import Address, AsJson, RunByDefault
+from malmen.platform.cli.options import REGISTRY, Address, AsJson, RunByDefault
 from malmen.platform.cli.progress import slow_import, status
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ def run(
         list[str] | None, typer.Argument(help="settings as key=value; `malmen serve settings` lists them")
     ] = None,
     editor: Annotated[
-        str | None, typer.Option(help="a run's folder, models:/NAME/VERSION or models:/NAME@ALIAS")
+        str | None,
+        typer.Option(help="a run's folder, RUN@best, a checkpoint, models:/NAME/VERSION or models:/NAME@ALIAS"),
     ] = None,
     store: Annotated[
         str | None, typer.Option(help="folder of ledger, versions and tokens; default: runs/serve")
@@ -93,7 +94,7 @@ def _absolute_paths(settings: ServeConfig) -> ServeConfig:
 
     raw = settings.model_dump(mode="json")
     paths = [(raw, "store"), (raw, "tokens"), (raw["guard"], "probes")]
-    if "://" not in settings.editor and not settings.editor.startswith("models:/"):
+    if "://" not in settings.editor and not settings.editor.startswith(REGISTRY):
         if not Path(settings.editor.removesuffix(BEST)).exists():
             raise EditError(f"no editor in {settings.editor}: expected a folder that `malmen train` writes")
         paths.append((raw, "editor"))

@@ -72,7 +72,7 @@ class ReaderConfig(Section):
 class ServeConfig(Section):
     """An endpoint."""
 
-    editor: str = Field(description="a run or checkpoint folder, or models:/NAME/VERSION, models:/NAME@ALIAS")
+    editor: str = Field(description="a run or checkpoint folder, RUN@best, models:/NAME/VERSION or models:/NAME@ALIAS")
     model: str | None = Field(default=None, description="the base model; default: the one in the editor's config")
     store: str = Field(default="runs/serve", description="folder of ledger, versions and tokens; shared on a cluster")
     database: str | None = Field(default=None, description="URL of the ledger's database; default: sqlite in the store")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from malmen.errors import UsageError
-from malmen.platform.cli.options import AsJson, ModelName, PlacementOverrides
+from malmen.platform.cli.options import REGISTRY, AsJson, ModelName, PlacementOverrides
 from malmen.platform.cli.output import err, numbers_table, out, percent, print_json
 from malmen.platform.cli.progress import counted, status
 
@@ -21,7 +21,13 @@ CAPACITY_FILE = "capacity.json"  # in a checkpoint's folder
 
 
 def capacity(
-    editor: Annotated[str, typer.Option(help="a run or checkpoint of `malmen train`, or RUN@best")],
+    editor: Annotated[
+        str,
+        typer.Option(
+            help="a run or checkpoint of `malmen train`, RUN@best, or models:/NAME/VERSION or @ALIAS of the registry, "
+            "which does not keep the curve"
+        ),
+    ],
     overrides: PlacementOverrides = None,
     sizes: Annotated[str, typer.Option(help="numbers of facts to measure at, e.g. 1,16,256")] = "1,4,16,64,256",
     records: Annotated[Path | None, typer.Option(help="records to edit; default: the run's validation data")] = None,
@@ -39,7 +45,9 @@ def capacity(
     from malmen.runs.checkpoint_lookup import latest_checkpoint
     from malmen.runs.storage import RunStore
 
-    loaded = load_method(None, editor, None, overrides or [], model)
+    # Training may continue and write newer checkpoints: the curve goes to the one that is measured.
+    checkpoint = None if editor.startswith(REGISTRY) else latest_checkpoint(editor)
+    loaded = load_method(None, str(checkpoint or editor), None, overrides or [], model)
     assert isinstance(loaded.method, Editor)
     with status("reading the records"):
         held_out = read_records(records, "auto") if records else validation_records(loaded.config)
@@ -48,13 +56,17 @@ def capacity(
             loaded.lm, loaded.method, held_out, loaded.config, numbers, on_progress=on_progress
         )  # fmt: skip
     rows = [asdict(point) for point in curve]
-    checkpoint = latest_checkpoint(editor)
-    RunStore(checkpoint).write_text(CAPACITY_FILE, json.dumps({"records": str(records or ""), "curve": rows}) + "\n")
     if as_json:
         print_json(rows)
+    else:
+        out.print(_table(curve))
+    if checkpoint is None:
+        err.print(f"The curve was not kept: {editor} is in the registry", soft_wrap=True)
         return
-    out.print(_table(curve))
-    err.print(f"The curve is in {RunStore(checkpoint).join(CAPACITY_FILE)}", soft_wrap=True)
+    store = RunStore(checkpoint)
+    store.write_text(CAPACITY_FILE, json.dumps({"records": str(records or ""), "curve": rows}) + "\n")
+    if not as_json:
+        err.print(f"The curve is in {store.join(CAPACITY_FILE)}", soft_wrap=True)
 
 
 def _sizes(text: str) -> list[int]:

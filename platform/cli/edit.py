@@ -14,6 +14,7 @@ from rich.text import Text
 from malmen.errors import EditError, UsageError
 from malmen.methods.registry import METHODS
 from malmen.platform.cli.options import (
+    REGISTRY,
     AsJson,
     EditFolder,
     EditorFolder,
@@ -203,7 +204,7 @@ def load_method(
     from malmen.runs.checkpoint_lookup import read_config, read_state
 
     folder: str | Path | None = editor
-    if editor and editor.startswith("models:/"):
+    if editor and editor.startswith(REGISTRY):
         from malmen.platform.tracking.registry import download_editor
 
         folder = download_editor(editor)

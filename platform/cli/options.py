@@ -12,6 +12,7 @@ from malmen.errors import UsageError
 from malmen.methods.registry import METHODS
 
 CONFIGS = Path(__file__).parent.parent / "configs"
+REGISTRY = "models:/"  # before the name of an editor in MLflow's registry
 
 ConfigName = Annotated[str, typer.Argument(help="a YAML file, or a shipped config (`malmen configs` lists them)")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="settings as key=value, e.g. training.steps=100")]
