@@ -46,7 +46,12 @@ class MemitConfig(Section):
         description="text file (one text a line) that this moment is taken from; default: the training data",
     )
     corpus_tokens: int = Field(default=100_000, gt=0, description="tokens of it, at most")
-    prefixes: int = Field(default=4, ge=0, description="random texts that the prompt is also put behind")
+    prefixes: int = Field(
+        default=4,
+        ge=0,
+        description="number of random texts; a fact's value is also fitted, and its key averaged, with each of them "
+        "before its prompt",
+    )
     prefix_tokens: int = Field(default=8, gt=0, description="tokens of each random text")
     cache_dir: str = Field(default="runs/key_moments", description="folder that keeps the moments")
 
@@ -104,7 +109,10 @@ class RetrievalConfig(Section):
     """Retrieval: the nearest fact is put before a prompt, and no weight changes."""
 
     threshold: float = Field(
-        default=0.5, ge=0, le=1, description="similarity to the nearest fact's prompt from which on it is put there"
+        default=0.5,
+        ge=0,
+        le=1,
+        description="least similarity to the nearest fact's prompt at which that fact is put before the prompt",
     )
     template: str = Field(
         default="{fact} {answer}\n{prompt}",

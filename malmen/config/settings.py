@@ -226,11 +226,21 @@ class ClusterConfig(Section):
 
     lm_workers: int = Field(default=1, gt=0, description="Ray Train workers that hold the language model")
     lm_cpus: float = Field(default=1.0, ge=0, description="CPUs for each of them")
-    lm_gpus: float | None = Field(default=None, ge=0, description="GPUs for each; default: 1 if there are enough")
+    lm_gpus: float | None = Field(
+        default=None,
+        ge=0,
+        description="GPUs for each; default: 1, or 0.5 if one worker and one actor share the cluster's only one, or 0 "
+        "if it has none; fewer GPUs than workers are an error. With model.device=cpu always 0",
+    )
     lm_resources: dict[str, float] = Field(default={}, description="custom Ray resources for each")
     hypernet_actors: int = Field(default=1, gt=0, description="actors that run the hyper-network and the solve")
     hypernet_cpus: float = Field(default=1.0, ge=0, description="CPUs for each of them")
-    hypernet_gpus: float | None = Field(default=None, ge=0, description="GPUs for each; default: 1 if enough are left")
+    hypernet_gpus: float | None = Field(
+        default=None,
+        ge=0,
+        description="GPUs for each; default: 1 if the LM workers leave enough for all actors, 0.5 if one actor shares "
+        "the cluster's only one with one worker, else 0. With model.device=cpu always 0",
+    )
     hypernet_resources: dict[str, float] = Field(default={}, description="custom Ray resources for each")
     overlap: bool | None = Field(
         default=None,

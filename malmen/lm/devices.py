@@ -77,8 +77,8 @@ def exhausted(error: BaseException) -> EditError | None:
     node = f"node {socket.gethostname()}"
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
         return EditError(
-            f"{node} is out of memory: {last_line(error)}. `malmen plan` says which settings fit: fewer "
-            "batch.token_budget, batch.hypernet_rows or training.num_edits, or more processes"
+            f"{node} is out of memory: {last_line(error)}. In training, `malmen plan` says which settings fit: lower "
+            "batch.token_budget, batch.hypernet_rows or training.num_edits, or use more processes"
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return EditError(f"{node} has no disk space: {last_line(error)}. Make room; the same command resumes the run")

@@ -142,7 +142,7 @@ def test_a_node_without_memory_or_disk_is_told_with_what_helps(tmp_path: Path) -
     with full_disk(left=100), pytest.raises(OSError) as no_disk:
         (tmp_path / "file").write_bytes(bytes(1000))
     for error, told in (
-        (no_memory, "is out of memory: .*batch.token_budget"),
+        (no_memory, "is out of memory: .*settings fit: lower batch.token_budget"),
         (no_disk, "has no disk space: .*resumes"),
     ):
         assert re.search(told, str(exhausted(error.value)))
