@@ -1,4 +1,5 @@
-"""An edit in files that need no malmen: a delta, a LoRA adapter, or a merged checkpoint.
+"""An edit in files that need no malmen: a delta, a LoRA adapter, or a merged checkpoint. Only a classifier's need
+`malmen.lm.FirstTokenClassifier`, because no library has its class.
 
 This is the only place that writes W + S, and it writes to files: the given language model stays as it is.
 """

@@ -29,7 +29,10 @@ def export(
     model: ModelName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write an edit as a delta, a LoRA adapter or a merged checkpoint that loads without malmen."""
+    """Write an edit as a delta, a LoRA adapter or a merged checkpoint that loads without malmen.
+
+    Only a classifier's needs malmen, for its class malmen.lm.FirstTokenClassifier.
+    """
     slow_import("malmen.export")
     from malmen.export import MANIFEST, ExportKind, export_edit
     from malmen.runs.files import check_replaceable
