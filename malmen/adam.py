@@ -21,7 +21,7 @@ _SCALARS = (
 
 
 def make_adam(theta: nn.Module, training: TrainingConfig) -> torch.optim.Adam:
-    """The scalars (η or log η, log λ, log w, log v and those of the tokens' weights) may have a learning rate of their own."""
+    """The scalars (η or log η, log λ, log w, log v, those of tokens' weights) may have a learning rate of their own."""
     scalars = [value for name, value in theta.named_parameters() if _is_scalar(name)]
     rest = [value for name, value in theta.named_parameters() if not _is_scalar(name)]
     groups = [

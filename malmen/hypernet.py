@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from malmen.config import EditorConfig, PreservedTerm
 from malmen.errors import EditError
 from malmen.lm.trace import LayerTrace, Traces
-from malmen.preserved import TermMoments, Preserved
+from malmen.preserved import Preserved, TermMoments
 
 _SMALLEST_SQUARE = 1e-8  # mean square of a normalised gradient, below which all gradients count as 0
 _ROUNDING = 1e-7  # of float32 features, relative to their mean

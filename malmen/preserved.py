@@ -1,4 +1,4 @@
-"""What an edit is to leave alone, beyond the paper: quadratic terms Σᵢ wᵢ E‖Su‖² over keys u that join the least squares.
+"""What an edit is to leave alone, beyond the paper: terms Σᵢ wᵢ E‖Su‖² over keys u that join the least squares.
 
 With Cᵢ = E[uuᵀ], A = λI + Σᵢ wᵢCᵢ stands where λI stood. In the null space of C₁, S is confined to its eigenvectors Û
 with small eigenvalues, S = XÛᵀ, and the inverse of A is taken within them: A⁺ = Û(Ûᵀ A Û)⁻¹Ûᵀ. The moments Cᵢ do not

@@ -139,7 +139,7 @@ class Sampler:
         """Training edits with one equivalent each, drawn by the seed."""
         if self.encoder.kind == "encoder-decoder":
             raise UsageError(
-                "editor.phrasing_weight compares the tokens that predict an answer, and an encoder has none: set it to 0"
+                "editor.phrasing_weight compares tokens that predict an answer, and an encoder has none: set it to 0"
             )
         rng, records = random.Random(f"phrasings/{self.config.seed}"), list(self.records(0))
         rng.shuffle(records)

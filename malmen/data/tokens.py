@@ -68,7 +68,7 @@ class MetaBatch:
 
 @dataclass(frozen=True)
 class PreservedKeys:
-    """What the terms beyond the paper's least squares are computed on (`editor.preserved_weight`, `phrasing_weight`)."""
+    """What `editor.preserved_weight` and `editor.phrasing_weight` are about."""
 
     unrelated: Sequence[EncodedFact] = ()  # facts and texts whose keys are to be left alone
     phrasings: Sequence[tuple[EncodedFact, EncodedFact]] = ()  # an edit and one of its equivalents, with one answer

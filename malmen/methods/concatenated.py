@@ -20,7 +20,7 @@ from malmen.lm.losses import kl, nll
 from malmen.lm.model import LanguageModel
 from malmen.lm.overlay import edited
 from malmen.lm.trace import trace
-from malmen.preserved import TermMoments, Preserved
+from malmen.preserved import Preserved, TermMoments
 
 
 def concatenated_backward(lm: LanguageModel, editor: Editor, batch: MetaBatch) -> None:

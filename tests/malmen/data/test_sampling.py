@@ -110,7 +110,7 @@ def test_pairs_of_phrasings_are_training_edits_with_an_equivalent_and_the_same_a
     for edit, equivalent in keys.phrasings:
         assert edit.targets == equivalent.targets and edit.targets
         assert len(edit.input_ids) == edit.first + len(edit.targets)  # the last one is predicted only
-    assert texts != [pair for pair in _sampler(lm, config.model_copy(update={"seed": 1})).preserved().phrasings]
+    assert keys.phrasings != _sampler(lm, config.model_copy(update={"seed": 1})).preserved().phrasings
 
 
 def test_records_without_equivalents_have_no_phrasings_and_say_so(lm: LanguageModel) -> None:
