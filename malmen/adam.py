@@ -10,11 +10,18 @@ from torch import Tensor, nn
 
 from malmen.config import TrainingConfig
 
-_SCALARS = ("edit_lr", "log_edit_lr", "log_damping", "log_preserved_weight", "token_weight_scalars")
+_SCALARS = (
+    "edit_lr",
+    "log_edit_lr",
+    "log_damping",
+    "log_preserved_weight",
+    "log_phrasing_weight",
+    "token_weight_scalars",
+)
 
 
 def make_adam(theta: nn.Module, training: TrainingConfig) -> torch.optim.Adam:
-    """The scalars (η or log η, log λ, log w and those of the tokens' weights) may have a learning rate of their own."""
+    """The scalars (η or log η, log λ, log w, log v, those of tokens' weights) may have a learning rate of their own."""
     scalars = [value for name, value in theta.named_parameters() if _is_scalar(name)]
     rest = [value for name, value in theta.named_parameters() if not _is_scalar(name)]
     groups = [

@@ -127,14 +127,15 @@ class Editor(nn.Module):
 
     @torch.no_grad()
     def preserve(self, moments: Mapping[str, Tensor]) -> None:
-        """Set E[u uᵀ] by layer (key, key), of keys whose outputs stay as `editor.preserved_…` says."""
-        for name, moment in moments.items():
+        """Set E[u uᵀ] of each of `config.editor.preserved_terms` by layer (terms, key, key)."""
+        for name, terms in moments.items():
             net, index = self._find(name)
-            assert net.moments is not None, "no keys are preserved, or the shifts are summed"
-            assert moment.shape == net.moments[index].shape, (moment.shape, net.moments[index].shape)
-            if not bool(torch.isfinite(moment).all()):
-                raise EditError(f"layer {name}: the keys of the unrelated facts to preserve are not finite")
-            net.moments[index] = moment
+            assert net.terms, "no keys are preserved, or the shifts are summed"
+            if not bool(torch.isfinite(terms).all()):
+                raise EditError(f"layer {name}: the keys to preserve are not finite")
+            for known, moment in zip(net.term_moments(), terms, strict=True):
+                assert moment.shape == known[index].shape, (moment.shape, known[index].shape)
+                known[index] = moment
 
     def damping(self) -> dict[str, float]:
         """λ_ℓ by layer."""
@@ -342,14 +343,17 @@ class Editor(nn.Module):
         return (diffs_grad * part.value_diffs()).sum() + (roots_grad * part.weight_roots).sum()
 
     def _scalars_backward(self, name: str, shift: Tensor, pullback: Pullback, damping: float) -> None:
-        """Add the gradients of log λ (Theorem 2) and, where w is learned, of log w."""
+        """Add the gradients of log λ (Theorem 2) and of the weights that are learned."""
         net, index = self._find(name)
         if self.config.editor.regularisation:
             _add_grad(net.log_damping, index, pullback.damping_grad * damping)
-        if net.log_preserved_weight is not None:
+        learned = net.log_weights()
+        if any(log_weight is not None for log_weight in learned):
             preserved = self._preserved(name, training=True)
             assert preserved is not None
-            _add_grad(net.log_preserved_weight, index, pullback.weight_grad(shift, preserved))
+            for log_weight, grad in zip(learned, pullback.weight_grads(shift, preserved), strict=True):
+                if log_weight is not None:
+                    _add_grad(log_weight, index, grad)
 
     def _preserved(self, name: str, *, training: bool = False) -> Preserved | None:
         net, index = self._find(name)

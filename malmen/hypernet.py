@@ -10,18 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from malmen.config import EditorConfig
+from malmen.config import EditorConfig, PreservedTerm
 from malmen.errors import EditError
 from malmen.lm.trace import LayerTrace, Traces
-from malmen.preserved import KeyMoment, Preserved
+from malmen.preserved import Preserved, TermMoments
 
 _SMALLEST_SQUARE = 1e-8  # mean square of a normalised gradient, below which all gradients count as 0
 _ROUNDING = 1e-7  # of float32 features, relative to their mean
+_MOMENTS: dict[PreservedTerm, str] = {"unrelated": "moments", "phrasing": "phrasing_moments"}  # the buffers' names
 
 
 @dataclass(frozen=True)
@@ -144,20 +145,25 @@ class HyperNetwork(nn.Module):
             self.log_edit_lr = scalars(math.log(settings.edit_lr))
         self.log_damping = scalars(math.log(settings.damping))
         self.log_preserved_weight: nn.Parameter | None = None
-        if settings.learn_preserved_weight:
+        self.log_phrasing_weight: nn.Parameter | None = None
+        self.terms = settings.preserved_terms
+        if settings.learn_preserved_weight and "unrelated" in self.terms:
             self.log_preserved_weight = scalars(math.log(settings.preserved_weight))
+        if settings.learn_preserved_weight and "phrasing" in self.terms:
+            self.log_phrasing_weight = scalars(math.log(settings.phrasing_weight))
         self.token_weight: nn.Parameter | None = None
         self.token_weight_scalars: nn.Parameter | None = None
         if settings.weighing:  # 0: every token weighs 1
             self.token_weight = nn.Parameter(torch.zeros(num_layers, num_features))
             self.token_weight_scalars = nn.Parameter(torch.zeros(num_layers, 2))  # a constant, and a slope
-        # E[u uᵀ] of the keys to preserve, as `Editor.preserve` is given it. Rounded to θ's type: that is another such
-        # matrix, within 1e-7 of it, and where there is a λ it keeps the equation definite.
-        moments = torch.full((num_layers, key_size, key_size), torch.nan) if settings.preserving else None
-        self.moments: Tensor | None
-        self.register_buffer("moments", moments)
+        # E[u uᵀ] of each term (layers, key, key), as `Editor.preserve` is given them. Rounded to θ's type: that is
+        # another such matrix, within 1e-7 of it, and where there is a λ it keeps the equation definite.
+        for term, name in _MOMENTS.items():
+            unknown = torch.full((num_layers, key_size, key_size), torch.nan) if term in self.terms else None
+            self.register_buffer(name, unknown)
         self._settings = settings
-        self._key_moments: tuple[Tensor | None, int, dict[int, KeyMoment]] = (None, 0, {})  # of `moments` at a version
+        self._key_moments: dict[int, TermMoments] = {}  # by layer, of these buffers at these versions:
+        self._known: list[tuple[Tensor, int]] = []
 
     def eta(self) -> Tensor:
         """η of each layer (layers,)."""
@@ -171,29 +177,39 @@ class HyperNetwork(nn.Module):
         """Keys and value gradients as the network's input (tokens, key + value)."""
         return torch.cat((keys, value_grads), dim=-1).to(self.log_damping.dtype)
 
-    def preserved_weight(self) -> Tensor:
-        """w of each layer in float64 (layers,), where it is learned."""
-        assert self.log_preserved_weight is not None
-        return self.log_preserved_weight.double().exp()
+    def term_moments(self) -> list[Tensor]:
+        """E[u uᵀ] of each term (layers, key, key)."""
+        return [cast(Tensor, getattr(self, _MOMENTS[term])) for term in self.terms]
+
+    def log_weights(self) -> list[nn.Parameter | None]:
+        """The logarithm of each term's weight (layers,); None where it is not learned."""
+        learned = {"unrelated": self.log_preserved_weight, "phrasing": self.log_phrasing_weight}
+        return [learned[term] for term in self.terms]
+
+    def weights(self, index: int) -> list[Tensor]:
+        """The weight of each term in a layer, in float64, with its gradient where it is learned."""
+        given = {"unrelated": self._settings.preserved_weight, "phrasing": self._settings.phrasing_weight}
+        return [
+            torch.tensor(given[term], dtype=torch.float64) if log_weight is None else log_weight[index].double().exp()
+            for term, log_weight in zip(self.terms, self.log_weights(), strict=True)
+        ]
 
     def preserved(self, index: int, *, keep: bool) -> Preserved | None:
-        """What is to stay of a layer's outputs, if anything; `keep` if solves with the same θ follow."""
-        if self.moments is None:
+        """The terms of a layer, if there are any; `keep` if solves with the same θ follow."""
+        if not self.terms:
             return None
-        moments, version = self.moments, self.moments._version
-        if self._key_moments[0] is not moments or self._key_moments[1] != version:  # moved, loaded or set
-            self._key_moments = (moments, version, {})
-        known, settings = self._key_moments[2], self._settings
+        moments, settings, known = self.term_moments(), self._settings, self._key_moments
+        if [(id(moment), version) for moment, version in self._known] != [(id(new), new._version) for new in moments]:
+            self._known = [(moment, moment._version) for moment in moments]  # moved, loaded or set
+            known.clear()
         if index not in known:
-            if not bool(torch.isfinite(moments[index]).all()):
+            if not all(bool(torch.isfinite(moment[index]).all()) for moment in moments):
                 raise EditError(
                     f"{settings.preserving_words}, but this editor has no keys to preserve: "
                     "create it with malmen.training.make_editor, or call its `preserve`"
                 )
-            known[index] = KeyMoment(moments[index], settings.preserved_null_space)
-        learned = self.log_preserved_weight is not None
-        weight = float(self.preserved_weight().detach()[index]) if learned else settings.preserved_weight
-        return Preserved(known[index], weight, keep)
+            known[index] = TermMoments([moment[index] for moment in moments], settings.preserved_null_space)
+        return Preserved(known[index], [float(weight.detach()) for weight in self.weights(index)], keep)
 
     def forward(self, layers: Tensor, keys: Tensor, value_grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """ũ (tokens, key), −η ∇̃_v L (tokens, value) and, if tokens have weights, their square roots (tokens,);

@@ -8,14 +8,15 @@ gradient (Theorem 1) and dL/dλ (Theorem 2). Rows are tokens: `keys` is Uᵀ and
 
 Products are formed in float64, or `sliced`: in float32 without a rounding error, for GPUs that are slow in float64.
 
-Beyond the paper, keys whose outputs are to stay as they are may be named by their second moment C = E[uuᵀ]
-(preserved.py): then A = λI + wC stands for λI everywhere above, and the second form reads
+Beyond the paper, keys whose outputs are to stay as they are may be named by second moments C = E[uuᵀ] with weights w
+(preserved.py): then A = λI + Σ wC stands for λI everywhere above, and the second form reads
 S* = D(I + UᵀA⁻¹U)⁻¹UᵀA⁻¹. A is factorised apart from the tokens, so a solve with the same λ and w costs a few
 (token, token) and (token, key) operations only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -74,7 +75,7 @@ class Pullback:
     damping_grad: Tensor  # dL/dλ
     pullback: Tensor | None = None  # M (value, key), from the primal form
     diffs_grad: Tensor | None = None  # ∇_D L (tokens, value), from the dual forms
-    scaling_grad: Tensor | None = None  # dL/d log w, from the dual form
+    scaling_grads: Sequence[Tensor] = ()  # dL/d log w of each term, from the dual form
 
     def rows(self, keys: Tensor, rows: slice) -> Tensor:
         """∇_D L = MU of these tokens (rows, value)."""
@@ -83,12 +84,11 @@ class Pullback:
         assert self.pullback is not None
         return keys[rows].double() @ self.pullback.T
 
-    def weight_grad(self, shift: Tensor, preserved: Preserved) -> Tensor:
-        """dL/d log w = −tr(M wC S*ᵀ); shift S* (value, key)."""
-        if self.scaling_grad is not None:
-            return self.scaling_grad
-        assert self.pullback is not None
-        return -(self.pullback * preserved.scaled(shift)).sum()
+    def weight_grads(self, shift: Tensor, preserved: Preserved) -> Sequence[Tensor]:
+        """dL/d log w = −tr(M wC S*ᵀ) of each term; shift S* (value, key)."""
+        if self.pullback is None:
+            return self.scaling_grads
+        return [-(self.pullback * preserved.scaled(term, shift)).sum() for term in range(len(preserved.weights))]
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,7 @@ class PreservingSolution:
     spread: Tensor  # UᵀA⁺ (tokens, key)
     metric: Metric
     damping: float
+    preserved: Preserved
 
     @classmethod
     def of(cls, keys: Tensor, value_diffs: Tensor, damping: float, preserved: Preserved) -> PreservingSolution:
@@ -145,20 +146,28 @@ class PreservingSolution:
         whitened = metric.whiten(keys.double())
         factor = cholesky(whitened @ whitened.T, 1.0)
         weights, spread = torch.cholesky_solve(value_diffs.double(), factor), metric.colour(whitened)
-        return cls(weights.T @ spread, factor, weights, spread, metric, damping)
+        return cls(weights.T @ spread, factor, weights, spread, metric, damping, preserved)
 
     def pull_back(self, shift_grad: Tensor, _keys: Tensor) -> Pullback:
-        """∇_D L, and with it MA⁺U = ∇_S L (A⁺)²U − (∇_D L)ᵀUᵀ(A⁺)²U, which dL/dλ = −tr(MS*ᵀ) takes.
+        """∇_D L, dL/dλ and the gradients of all w.
 
-        λ dL/dλ + w dL/dw = −tr(MAS*ᵀ), and S*ᵀ = A⁺U weights.
+        λ dL/dλ + Σ w dL/dw = −tr(MAS*ᵀ), from which the last of them follows; S*ᵀ = A⁺U weights.
         """
         grad = shift_grad.double()
         diffs_grad = torch.cholesky_solve(self.spread @ grad.T, self.factor)
-        again = self.metric.colour(self.metric.whiten(self.spread))
-        moved = again @ grad.T - (self.spread @ self.spread.T) @ diffs_grad
-        damping_grad = -(moved * self.weights).sum()
-        scaling_grad = -(diffs_grad * self.weights).sum() - self.damping * damping_grad
-        return Pullback(damping_grad, diffs_grad=diffs_grad, scaling_grad=scaling_grad)
+        damping_grad = self._moment_grad(self.spread, grad, diffs_grad)
+        grads = [
+            self._moment_grad(self.preserved.scaled(term, self.spread), grad, diffs_grad)
+            for term in range(len(self.preserved.weights) - 1)
+        ]
+        last = -(diffs_grad * self.weights).sum() - self.damping * damping_grad - sum(grads)
+        return Pullback(damping_grad, diffs_grad=diffs_grad, scaling_grads=[*grads, last])
+
+    def _moment_grad(self, scaled: Tensor, grad: Tensor, diffs_grad: Tensor) -> Tensor:
+        """−tr(MCS*ᵀ), with MCA⁺U = ∇_S L A⁺CA⁺U − (∇_D L)ᵀUᵀA⁺CA⁺U; `scaled` is UᵀA⁺C (tokens, key)."""
+        again = self.metric.colour(self.metric.whiten(scaled))
+        moved = again @ grad.T - (scaled @ self.spread.T) @ diffs_grad
+        return -(moved * self.weights).sum()
 
 
 SmallSolution = DualSolution | PreservingSolution

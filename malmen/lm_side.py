@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from malmen.config import Config
-from malmen.data.tokens import EncodedFact, MetaBatch, TokenBatch, make_batches
+from malmen.data.tokens import EncodedFact, MetaBatch, PreservedKeys, TokenBatch, make_batches
 from malmen.errors import EditError
 from malmen.lm.answer_rows import answers_only
 from malmen.lm.devices import release_freed_memory
@@ -35,6 +35,7 @@ from malmen.lm.stem import (
 from malmen.lm.trace import LayerTrace, Traces, trace
 from malmen.runs.fact_cache import FactCache
 
+_PAIRS_AT_ONCE = 256  # whose keys are held together
 _DUAL_RATE = 0.03  # of log λ_loc, per step and factor e of KL over its target
 Caches = Mapping[str, FactCache]  # by kind of fact (edits, equivalents, unrelated), for kinds whose facts recur
 
@@ -197,18 +198,26 @@ class LMSide:
 
     # --- before the first step -------------------------------------------------------------------------------------
 
-    def preserved_moments(self, facts: Sequence[EncodedFact]) -> Iterator[dict[str, Tensor]]:
-        """E[u uᵀ] by layer (key, key) over the keys of these facts, which edits are to leave alone. It comes in as many
-        layers at a time as fit into memory."""
-        batches = self.cut(self.share(facts))
-        for part in layers_at_once(self.layers):
-            sums = KeySums(self.lm, part)
-            for batch in batches:
-                sums.read(batch)
-            for layer in part:
-                self.sum(sums.sums[layer.name])
-                self.sum(sums.counts[layer.name])
-            yield sums.moments()
+    def preserved_moments(self, keys: PreservedKeys) -> Iterator[dict[str, Tensor]]:
+        """E[u uᵀ] by layer (terms, key, key) for each of `config.editor.preserved_terms`. It comes in as many layers at
+        a time as fit into memory."""
+        terms, unrelated = self.config.editor.preserved_terms, self.cut(self.share(keys.unrelated))
+        for part in layers_at_once(self.layers, len(terms)):
+            moments = []
+            for term in terms:
+                sums = KeySums(self.lm, part)
+                if term == "unrelated":
+                    for batch in unrelated:
+                        sums.read(batch)
+                else:
+                    for first in range(0, len(keys.phrasings), _PAIRS_AT_ONCE):
+                        pairs = keys.phrasings[first : first + _PAIRS_AT_ONCE]
+                        sums.read_differences(*(self.cut(self.share(facts)) for facts in zip(*pairs, strict=True)))
+                for layer in part:
+                    self.sum(sums.sums[layer.name])
+                    self.sum(sums.counts[layer.name])
+                moments.append(sums.moments())
+            yield {layer.name: torch.stack([by_layer[layer.name] for by_layer in moments]) for layer in part}
 
 
 def records_of(batch: MetaBatch) -> str:

@@ -1,15 +1,15 @@
-"""What is to stay as it is: the keys u whose outputs an edit leaves alone, by their second moment C = E[uuᵀ].
+"""What an edit is to leave alone, beyond the paper: terms Σᵢ wᵢ E‖Su‖² over keys u that join the least squares.
 
-w E‖Su‖² joins the least squares, so A = λI + wC stands where λI stood. In the null space, S is confined to the
-eigenvectors Û of C with small eigenvalues, S = XÛᵀ, and the inverse of A is taken within them: A⁺ = Û(λ + wΛ)⁻¹Ûᵀ.
-C does not change while an editor is trained or used, so what follows from C alone is computed once.
+With Cᵢ = E[uuᵀ], A = λI + Σᵢ wᵢCᵢ stands where λI stood. In the null space of C₁, S is confined to its eigenvectors Û
+with small eigenvalues, S = XÛᵀ, and the inverse of A is taken within them: A⁺ = Û(Ûᵀ A Û)⁻¹Ûᵀ. The moments Cᵢ do not
+change while an editor is trained or used, so what follows from them alone is computed once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,60 +19,37 @@ from malmen.least_squares import cholesky
 
 
 @dataclass(frozen=True)
-class CholeskyMetric:
-    """A = LLᵀ over all keys."""
+class Metric:
+    """A = LLᵀ over all keys, or within the vectors Û that S is confined to."""
 
-    factor: Tensor  # L (key, key)
+    factor: Tensor  # L (key, key) or (kept, kept)
+    vectors: Tensor | None = None  # Û (key, kept)
 
     def whiten(self, rows: Tensor) -> Tensor:
-        """Z = KL⁻ᵀ (tokens, key): ZZᵀ = KA⁻¹Kᵀ."""
+        """Z = KL⁻ᵀ (tokens, key or kept): ZZᵀ = KA⁺Kᵀ."""
+        rows = rows if self.vectors is None else rows @ self.vectors
         return torch.linalg.solve_triangular(self.factor.mT, rows, upper=True, left=False)
 
     def colour(self, whitened: Tensor) -> Tensor:
-        """ZL⁻¹ (tokens, key): of a whitened K, KA⁻¹."""
-        return torch.linalg.solve_triangular(self.factor, whitened, upper=False, left=False)
+        """ZL⁻¹ (tokens, key): of a whitened K, KA⁺."""
+        rows = torch.linalg.solve_triangular(self.factor, whitened, upper=False, left=False)
+        return rows if self.vectors is None else rows @ self.vectors.T
 
 
-@dataclass(frozen=True)
-class EigenMetric:
-    """A in eigenvectors of C, where it is diagonal: all that is confined to them."""
+class TermMoments:
+    """C₁, C₂, … of one layer, and what follows from them."""
 
-    vectors: Tensor  # Û (key, kept)
-    scales: Tensor  # (λ + wΛ)^-½ (kept,)
-
-    def whiten(self, rows: Tensor) -> Tensor:
-        """Z (tokens, kept): ZZᵀ = KA⁺Kᵀ."""
-        return (rows @ self.vectors) * self.scales
-
-    def colour(self, whitened: Tensor) -> Tensor:
-        """Of a whitened K, KA⁺ (tokens, key)."""
-        return (whitened * self.scales) @ self.vectors.T
-
-
-Metric = CholeskyMetric | EigenMetric
-
-
-class NullSpace(NamedTuple):
-    """The eigenvectors of C that S is confined to."""
-
-    vectors: Tensor  # Û (key, kept)
-    values: Tensor  # Λ (kept,)
-
-
-class KeyMoment:
-    """C of one layer, and what follows from it."""
-
-    def __init__(self, moment: Tensor, null_space: float | None = None) -> None:
-        """`moment` C (key, key); `null_space` the threshold, in units of C's mean eigenvalue."""
-        self.moment, self.threshold = moment, null_space
-        self._kept: tuple[tuple[float, float], CholeskyMetric] | None = None  # by λ and w
+    def __init__(self, moments: Sequence[Tensor], null_space: float | None = None) -> None:
+        """`moments` (key, key) each; `null_space` the threshold for C₁, in units of its mean eigenvalue."""
+        self.moments, self.threshold = list(moments), null_space
+        self._kept: tuple[tuple[float, ...], Metric] | None = None  # by λ and the weights
 
     @cached_property
-    def null_space(self) -> NullSpace | None:
-        """None: S may be anything."""
+    def vectors(self) -> Tensor | None:
+        """Û (key, kept), the eigenvectors of C₁ that S is confined to; None: S may be anything."""
         if self.threshold is None:
             return None
-        values, vectors = torch.linalg.eigh(self.moment.double())
+        values, vectors = torch.linalg.eigh(self.moments[0].double())
         mean = values.mean()
         kept = len(values) - int((values >= self.threshold * mean).sum())  # they ascend
         if kept == 0:
@@ -81,46 +58,49 @@ class KeyMoment:
                 f"times the "
                 f"mean eigenvalue: the smallest of {len(values)} is {float(values[0] / mean):.3g} times the mean"
             )
-        # Rounding makes zeros slightly negative. A copy lets go of the other eigenvectors.
-        return NullSpace(vectors[:, :kept].clone(), values[:kept].clamp(min=0))
+        return vectors[:, :kept].clone()  # a copy lets go of the other eigenvectors
 
-    def cholesky(self, damping: float, weight: float, *, keep: bool) -> CholeskyMetric:
-        """The metric of A; the last one is kept where λ and w stay as they are."""
-        if keep and self._kept is not None and self._kept[0] == (damping, weight):
+    def gram(self, weights: Sequence[float]) -> Tensor:
+        """Σ wᵢCᵢ (key, key); confined, Ûᵀ(Σ wᵢCᵢ)Û (kept, kept)."""
+        total = sum(
+            (weight * moment.double() for weight, moment in zip(weights, self.moments, strict=True)),
+            start=self.moments[0].new_zeros((), dtype=torch.float64),
+        )
+        return total if self.vectors is None else self.vectors.T @ total @ self.vectors
+
+    def metric(self, damping: float, weights: Sequence[float], *, keep: bool) -> Metric:
+        """The metric of A; the last one is kept where λ and the weights stay as they are."""
+        known = (damping, *weights)
+        if keep and self._kept is not None and self._kept[0] == known:
             return self._kept[1]
         self._kept = None  # before another is made
-        metric = CholeskyMetric(cholesky(weight * self.moment.double(), damping))
+        metric = Metric(cholesky(self.gram(weights), damping), self.vectors)
         if keep:
-            self._kept = ((damping, weight), metric)
+            self._kept = (known, metric)
         return metric
 
 
 @dataclass(frozen=True)
 class Preserved:
-    """What is to stay in one solve."""
+    """The terms of one solve."""
 
-    moment: KeyMoment
-    weight: float  # w
-    keep: bool = False  # whether solves with the same λ and w follow, so that A's factor is worth its memory
+    moments: TermMoments
+    weights: Sequence[float]  # wᵢ
+    keep: bool = False  # whether solves with the same λ and weights follow, so that A's factor is worth its memory
 
     @property
     def vectors(self) -> Tensor | None:
         """Û (key, kept) that S is confined to; None: anything."""
-        space = self.moment.null_space
-        return None if space is None else space.vectors
+        return self.moments.vectors
 
     def gram(self) -> Tensor:
-        """wC (key, key); confined, wΛ (kept, kept)."""
-        space = self.moment.null_space
-        return self.weight * (self.moment.moment.double() if space is None else space.values.diag())
+        """Σ wᵢCᵢ (key, key); confined (kept, kept)."""
+        return self.moments.gram(self.weights)
 
     def metric(self, damping: float) -> Metric:
         """A or, confined, A⁺; λ is above 0."""
-        space = self.moment.null_space
-        if space is None:
-            return self.moment.cholesky(damping, self.weight, keep=self.keep)
-        return EigenMetric(space.vectors, (damping + self.weight * space.values).rsqrt())
+        return self.moments.metric(damping, self.weights, keep=self.keep)
 
-    def scaled(self, rows: Tensor) -> Tensor:
-        """Rows times wC (rows, key)."""
-        return self.weight * (rows @ self.moment.moment.double())
+    def scaled(self, term: int, rows: Tensor) -> Tensor:
+        """Rows times wᵢCᵢ (rows, key)."""
+        return self.weights[term] * (rows @ self.moments.moments[term].double())

@@ -152,8 +152,8 @@ def make_editor(
     editor = seeded_editor(find_layers(lm.model, config.editor.layers, config.editor.ffn), config).to(lm.device)
     if config.editor.preserving:
         on_phase("reading the texts whose keys are preserved")
-        facts = (sampler or make_sampler(lm, config)).preserved()
-        for moments in LMSide(lm, editor.layers, config).preserved_moments(facts):
+        keys = (sampler or make_sampler(lm, config)).preserved()
+        for moments in LMSide(lm, editor.layers, config).preserved_moments(keys):
             editor.preserve(moments)
     return editor
 

@@ -156,8 +156,8 @@ class HypernetActor:
         self.fresh = False
 
     def put_moment(self, generation: str, layer: str, moment: Any) -> None:
-        """E[u uᵀ] (key, key) of the keys to preserve in a layer. Every actor holds those of all layers: the first one
-        saves them."""
+        """E[u uᵀ] (terms, key, key) of the keys to preserve in a layer. Every actor holds those of all layers: the
+        first one saves them."""
         self._check(generation)
         self.editor.preserve({layer: to_tensor(moment)})
 

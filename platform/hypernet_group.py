@@ -60,7 +60,7 @@ class HypernetGroup:
         return cls(actors, layers, config, run)
 
     def put_moments(self, moments: Mapping[str, Tensor]) -> None:
-        """Send E[u uᵀ] (key, key) of the keys to preserve to every actor, one layer at a time: it may be large."""
+        """Send E[u uᵀ] (terms, key, key) of the keys to preserve to all actors, layer by layer: it may be large."""
         for name, moment in moments.items():
             ref = ray.put(to_array(moment))
             self._get([actor.put_moment.remote(self.generation, name, ref) for actor in self.actors])

@@ -40,6 +40,7 @@ from malmen.config.settings import (
     ModelConfig,
     OwnTextConfig,
     Parametrisation,
+    PreservedTerm,
     TrackingConfig,
     TrainingConfig,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "ModelConfig",
     "OwnTextConfig",
     "Parametrisation",
+    "PreservedTerm",
     "RetrievalConfig",
     "Section",
     "TrackingConfig",

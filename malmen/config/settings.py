@@ -11,6 +11,7 @@ from malmen.config.section import Section
 
 SPLIT = "split"  # a value of model.device
 Parametrisation = Literal["paper", "relative"]
+PreservedTerm = Literal["unrelated", "phrasing"]
 
 
 class ModelConfig(Section):
@@ -74,9 +75,19 @@ class EditorConfig(Section):
         description="confines shifts to the eigenvectors of E[uuᵀ] of these keys whose eigenvalues are below so many "
         "times the mean eigenvalue, e.g. 0.01; null: shifts may be anything",
     )
-    preserved_facts: int = Field(default=2048, gt=0, description="number of these facts, at most")
+    phrasing_weight: float = Field(
+        default=0.0,
+        ge=0,
+        description="v of the term v·E‖S(u − u′)‖² over keys u of training edits and u′ of their equivalents, at the "
+        "tokens that predict the answer: what tells two phrasings apart is not edited; 0: as in the paper",
+    )
+    preserved_facts: int = Field(
+        default=2048, gt=0, description="number of unrelated facts, and of pairs of phrasings, at most"
+    )
     learn_preserved_weight: bool = Field(
-        default=False, description="whether w is learned per layer, as log w; `preserved_weight` is where it starts"
+        default=False,
+        description="whether w and v are learned per layer, as their logarithms; `preserved_weight` and "
+        "`phrasing_weight` are where they start",
     )
     token_weights: Literal["equal", "learned"] = Field(
         default="equal",
@@ -86,22 +97,35 @@ class EditorConfig(Section):
 
     @model_validator(mode="after")
     def _has_a_weight_to_learn(self) -> EditorConfig:
-        if self.learn_preserved_weight and self.preserved_weight == 0:
-            raise ValueError("learn_preserved_weight needs a preserved_weight above 0 to start from, e.g. 1")
+        weights = {"unrelated": self.preserved_weight, "phrasing": self.phrasing_weight}
+        if self.learn_preserved_weight and not all(weights[term] for term in self.preserved_terms or weights):
+            raise ValueError(
+                "learn_preserved_weight needs a preserved_weight, or a phrasing_weight without preserved_null_space, "
+                "above 0 to start from, e.g. 1"
+            )
         return self
 
     @property
+    def preserved_terms(self) -> tuple[PreservedTerm, ...]:
+        """What is added to the least squares. A sum of shifts solves no equation that a term could be added to."""
+        if self.aggregation != "least_squares":
+            return ()
+        unrelated = self.preserved_weight > 0 or self.preserved_null_space is not None
+        return ("unrelated",) * unrelated + ("phrasing",) * (self.phrasing_weight > 0)
+
+    @property
     def preserving(self) -> bool:
-        """Whether keys are preserved. A sum of shifts solves no equation that a term could be added to."""
-        wanted = self.preserved_weight > 0 or self.preserved_null_space is not None
-        return wanted and self.aggregation == "least_squares"
+        """Whether any term is added."""
+        return bool(self.preserved_terms)
 
     @property
     def preserving_words(self) -> str:
-        """The setting that preserves keys, for messages."""
+        """The setting that adds terms, for messages."""
         if self.preserved_weight > 0:
             return f"editor.preserved_weight is {self.preserved_weight:g}"
-        return f"editor.preserved_null_space is {self.preserved_null_space}"
+        if self.preserved_null_space is not None:
+            return f"editor.preserved_null_space is {self.preserved_null_space}"
+        return f"editor.phrasing_weight is {self.phrasing_weight:g}"
 
     @property
     def weighing(self) -> bool:

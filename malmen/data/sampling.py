@@ -19,7 +19,7 @@ import torch
 from malmen.config import Config
 from malmen.data.records import EditRecord, Fact, compatible_records, unrelated_to_all
 from malmen.data.splits import check_encodable
-from malmen.data.tokens import EncodedFact, FactEncoder, MetaBatch
+from malmen.data.tokens import EncodedFact, FactEncoder, MetaBatch, PreservedKeys
 from malmen.errors import EditError, UsageError
 from malmen.runs.fact_cache import FactCache
 
@@ -125,10 +125,39 @@ class Sampler:
             [record.id for record in records],
         )
 
-    def preserved(self) -> list[EncodedFact]:
-        """The facts and texts whose keys an edit is to leave alone."""
-        given = [] if self.config.data.unrelated == "self" else preserved_facts(self.config, self.records(0))
-        return [*map(self._encode, given), *(text.fact for text in self.own_texts)]
+    def preserved(self) -> PreservedKeys:
+        """What the keys that an edit is to leave alone are computed on."""
+        terms, unrelated, phrasings = self.config.editor.preserved_terms, [], []
+        if "unrelated" in terms:
+            given = [] if self.config.data.unrelated == "self" else preserved_facts(self.config, self.records(0))
+            unrelated = [*map(self._encode, given), *(text.fact for text in self.own_texts)]
+        if "phrasing" in terms:
+            phrasings = self._phrasings()
+        return PreservedKeys(unrelated, phrasings)
+
+    def _phrasings(self) -> list[tuple[EncodedFact, EncodedFact]]:
+        """Training edits with one equivalent each, drawn by the seed."""
+        if self.encoder.kind == "encoder-decoder":
+            raise UsageError(
+                "editor.phrasing_weight compares tokens that predict an answer, and an encoder has none: set it to 0"
+            )
+        rng, records = random.Random(f"phrasings/{self.config.seed}"), list(self.records(0))
+        rng.shuffle(records)
+        pairs = []
+        for record in records:
+            if len(pairs) == self.config.editor.preserved_facts:
+                break
+            if record.equivalents:
+                edit, equivalent = self._encode(record.edit), self._encode(rng.choice(record.equivalents))
+                length = min(len(edit.targets), len(equivalent.targets))  # one of them may have an end mark
+                if edit.targets[:length] == equivalent.targets[:length]:
+                    pairs.append((edit.shortened(length), equivalent.shortened(length)))
+        if not pairs:
+            raise EditError(
+                f"editor.phrasing_weight is {self.config.editor.phrasing_weight:g}, but no record of "
+                f"{self.config.data.train} has an equivalent with the answer of its edit: add some, or set it to 0"
+            )
+        return pairs
 
     def _given(self, records: Sequence[EditRecord], rng: random.Random) -> list[EncodedFact]:
         per_edit = self.config.training.unrelated_per_edit

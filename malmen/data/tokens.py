@@ -44,6 +44,11 @@ class EncodedFact:
         assert self.encoder_ids is None
         return EncodedFact(self.input_ids, 0, [*self.input_ids[1:], self.targets[-1]])
 
+    def shortened(self, length: int) -> EncodedFact:
+        """A decoder's text up to so many tokens of the answer."""
+        cut = len(self.targets) - length
+        return replace(self, input_ids=self.input_ids[: len(self.input_ids) - cut], targets=self.targets[:length])
+
     def num_traced(self, stack: str, tokens: str) -> int:
         """The number of its tokens that are traced in a stack, see TokenBatch.traced_mask."""
         if stack != "decoder":
@@ -59,6 +64,14 @@ class MetaBatch:
     equivalents: Sequence[EncodedFact]
     unrelated: Sequence[EncodedFact]
     record_ids: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class PreservedKeys:
+    """What `editor.preserved_weight` and `editor.phrasing_weight` are about."""
+
+    unrelated: Sequence[EncodedFact] = ()  # facts and texts whose keys are to be left alone
+    phrasings: Sequence[tuple[EncodedFact, EncodedFact]] = ()  # an edit and one of its equivalents, with one answer
 
 
 @dataclass(frozen=True)

@@ -55,25 +55,57 @@ class KeySums:
         with hooked(hooks if batch.counts else [], before=True):
             self.lm.logits(batch)
 
+    def read_differences(self, batches: Sequence[TokenBatch], others: Sequence[TokenBatch]) -> None:
+        """Add u − u′ for the keys u of the tokens that predict the answers of some facts, and u′ of as many others with
+        the same answers in the same order."""
+        mine, theirs = self._answer_keys(batches), self._answer_keys(others)
+        for layer in self.layers:
+            rows = mine[layer.name] - theirs[layer.name]
+            self.sums[layer.name] += rows.T @ rows
+            self.counts[layer.name] += len(rows)
+
+    @torch.no_grad()
+    def _answer_keys(self, batches: Sequence[TokenBatch]) -> dict[str, Tensor]:
+        """By layer, the keys of the tokens that predict the answers (tokens, key), in the order of the facts."""
+        rows: dict[str, list[Tensor]] = {layer.name: [torch.zeros(0, layer.key_size)] for layer in self.layers}
+        facts = [torch.zeros(0, dtype=torch.long)]
+
+        def keep(layer: LayerSpec, mask: Tensor, _module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            rows[layer.name].append(rows_at(mask, args[0]))
+
+        for batch in (given.to(self.lm.device) for given in batches):
+            mask = batch.answer_mask
+            hooks = [(self.lm.model.get_submodule(layer.name), partial(keep, layer, mask)) for layer in self.layers]
+            with hooked(hooks if batch.counts else [], before=True):
+                self.lm.logits(batch)
+            if batch.counts:
+                facts.append(batch.fact_of(mask))
+        order = torch.cat([part.to(self.lm.device) for part in facts]).argsort(stable=True)
+        wide = torch.promote_types(self.lm.dtype, torch.float32)
+        return {
+            name: torch.cat([part.to(self.lm.device, wide) for part in parts])[order] for name, parts in rows.items()
+        }
+
     def moments(self) -> dict[str, Tensor]:
         """E[u uᵀ] by layer. They take the sums' place, for they are as large."""
         return {name: total.div_(self.counts[name].clamp(min=1)) for name, total in self.sums.items()}
 
 
-def layers_at_once(layers: Sequence[LayerSpec], limit: int = _SUMS_BYTES) -> list[list[LayerSpec]]:
-    """Parts of the layers whose sums fit into so many bytes; each has one at least."""
+def layers_at_once(layers: Sequence[LayerSpec], terms: int = 1, limit: int = _SUMS_BYTES) -> list[list[LayerSpec]]:
+    """Parts of the layers whose sums, for so many terms, fit into so many bytes; each has one at least."""
     parts: list[list[LayerSpec]] = []
     for layer in layers:
-        if parts and sums_bytes([*parts[-1], layer]) <= limit:
+        if parts and sums_bytes([*parts[-1], layer], terms) <= limit:
             parts[-1].append(layer)
         else:
             parts.append([layer])
     return parts
 
 
-def sums_bytes(layers: Sequence[LayerSpec]) -> int:
-    """The memory of these layers' sums."""
-    return sum(torch.float64.itemsize * layer.key_size**2 for layer in layers)
+def sums_bytes(layers: Sequence[LayerSpec], terms: int = 1) -> int:
+    """The memory of these layers' sums; of several terms, they are held once more when they are joined."""
+    copies = terms if terms == 1 else 2 * terms
+    return copies * sum(torch.float64.itemsize * layer.key_size**2 for layer in layers)
 
 
 # --- of a corpus, kept in a file whose name is a hash of all it depends on -----------------------------

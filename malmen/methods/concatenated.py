@@ -20,7 +20,7 @@ from malmen.lm.losses import kl, nll
 from malmen.lm.model import LanguageModel
 from malmen.lm.overlay import edited
 from malmen.lm.trace import trace
-from malmen.preserved import KeyMoment, Preserved
+from malmen.preserved import Preserved, TermMoments
 
 
 def concatenated_backward(lm: LanguageModel, editor: Editor, batch: MetaBatch) -> None:
@@ -44,12 +44,11 @@ def concatenated_backward(lm: LanguageModel, editor: Editor, batch: MetaBatch) -
         (parts,) = run_in_batches(net, [layer.name for layer in members], traces, sys.maxsize, grad=True)
         for index, part in enumerate(parts):
             damping: Any = net.damping()[index]  # a tensor, for its gradient
-            weight: Any = settings.preserved_weight
-            if net.log_preserved_weight is not None:
-                weight = net.preserved_weight()[index]
             preserved = None
-            if net.moments is not None:
-                preserved = Preserved(KeyMoment(net.moments[index], settings.preserved_null_space), weight)
+            if net.terms:
+                moments = TermMoments([moment[index] for moment in net.term_moments()], settings.preserved_null_space)
+                weights: Any = net.weights(index)  # tensors, for the same reason
+                preserved = Preserved(moments, weights)
             keys, diffs = traces[part.layer].keys, part.value_diffs()
             if part.weight_roots is not None:
                 roots = part.weight_roots[:, None]

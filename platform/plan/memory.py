@@ -80,7 +80,8 @@ def lm_role(config: Config, planned: PlannedLM, facts: StepFacts, rehearsed: Reh
         (features + ordered + ahead, {_TRACES: features + ordered, _SHIFTS: ahead}),
     ]
     if config.editor.preserving:  # read before the first step; a forward holds less than tracing does
-        sums = max(sums_bytes(part) for part in layers_at_once(planned.layers))
+        terms = len(config.editor.preserved_terms)
+        sums = max(sums_bytes(part, terms) for part in layers_at_once(planned.layers, terms))
         peaks.append((rehearsed.trace_peak + sums, {_MOMENTS: sums}))
     total, held = max(peaks, key=lambda peak: peak[0])
     items = {

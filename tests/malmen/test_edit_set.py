@@ -28,7 +28,7 @@ def plain_traces(setup: Setup, facts: list[EncodedFact]) -> Traces:
     [
         {},
         {"aggregation": "sum"},
-        {"preserved_weight": 2.0},
+        {"preserved_weight": 2.0, "phrasing_weight": 3.0},
         {"preserved_null_space": 0.5},
         {"token_weights": "learned"},
     ],

@@ -63,6 +63,9 @@ def oracle_gradient(setup: Setup, batch: MetaBatch, traces: Traces) -> tuple[dic
             if weight := editor.config.editor.preserved_weight:
                 learned = net.log_preserved_weight
                 gram = gram + (weight if learned is None else learned[index].exp()) * net.moments[index]
+            if weight := editor.config.editor.phrasing_weight:
+                learned = net.log_phrasing_weight
+                gram = gram + (weight if learned is None else learned[index].exp()) * net.phrasing_moments[index]
             cross = keys.T @ (weights * diffs)
             if threshold := editor.config.editor.preserved_null_space:  # S = X Ûᵀ
                 values, vectors = torch.linalg.eigh(net.moments[index])
@@ -98,7 +101,10 @@ VARIANTS: list[dict[str, Any]] = [
     {"regularisation": False},
     {"preserved_weight": 2.0},
     {"preserved_weight": 2.0, "learn_preserved_weight": True},
+    {"phrasing_weight": 3.0},
+    {"preserved_weight": 2.0, "phrasing_weight": 3.0, "learn_preserved_weight": True},
     {"preserved_null_space": 0.5},
+    {"preserved_null_space": 0.5, "phrasing_weight": 3.0},
     {"preserved_null_space": 0.5, "preserved_weight": 2.0, "learn_preserved_weight": True, "token_weights": "learned"},
     {"token_weights": "learned", "tokens": "all"},
     {"token_weights": "learned", "preserved_weight": 2.0, "learn_preserved_weight": True},
@@ -204,8 +210,8 @@ def test_an_editor_that_was_not_told_which_keys_to_preserve_says_so() -> None:
     traces = plain_traces(setup, random_facts(setup.lm, 4, 1))
     setup.editor.observe(traces)
     last = setup.editor.layers[-1]
-    with pytest.raises(EditError, match=r"layer transformer\.h\.2.*facts to preserve are not finite"):
-        setup.editor.preserve({last.name: torch.full((last.key_size, last.key_size), torch.nan)})
+    with pytest.raises(EditError, match=r"layer transformer\.h\.2.*keys to preserve are not finite"):
+        setup.editor.preserve({last.name: torch.full((1, last.key_size, last.key_size), torch.nan)})
     (net,) = setup.editor.nets.values()
     net.moments[1] = torch.nan  # as it is made
     with pytest.raises(EditError, match=r"layer transformer\.h\.2.*preserved_weight is 2, .* has no keys to preserve"):

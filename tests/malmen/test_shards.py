@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.testing import assert_close
 
 from malmen.least_squares import solve_least_squares
-from malmen.preserved import KeyMoment, Preserved
+from malmen.preserved import Preserved, TermMoments
 from malmen.shards import ProcessGroupShards, Shards, Share, divide
 
 
@@ -53,18 +53,18 @@ def _solve(rank: int, port: int, tokens: int, answers: Connection) -> None:
 
 
 def _preserved() -> list[Preserved]:
-    """Of 50 other keys, and confined to some of their eigenvectors."""
+    """Of two lots of 50 other keys, and confined to some eigenvectors of the first."""
     torch.manual_seed(1)
-    others = torch.randn(50, 32, dtype=torch.float64)
-    return [Preserved(KeyMoment(others.T @ others / 50, threshold), 2.0) for threshold in (None, 0.5)]
+    moments = [others.T @ others / 50 for others in torch.randn(2, 50, 32, dtype=torch.float64)]
+    return [Preserved(TermMoments(moments, threshold), [2.0, 0.5]) for threshold in (None, 0.5)]
 
 
 def _pulled(shards: Shards, keys: torch.Tensor, diffs: torch.Tensor, preserved: Preserved) -> list[list[float]]:
-    """S*, ∇_D L, dL/dλ and dL/d log w as these shards find them, of an editor's tokens."""
+    """S*, ∇_D L, dL/dλ and all dL/d log w as these shards find them, of an editor's tokens."""
     solution = shards.solve("layer", keys, diffs, 0.1, preserved, sliced=False)
     pullback = solution.pull_back(torch.sin(torch.arange(256.0)).view(8, 32), keys)
     found = solution.shift, pullback.rows(keys, slice(None)), pullback.damping_grad
-    return [part.flatten().tolist() for part in (*found, pullback.weight_grad(solution.shift, preserved))]
+    return [part.flatten().tolist() for part in (*found, *pullback.weight_grads(solution.shift, preserved))]
 
 
 def _tokens(count: int) -> tuple[torch.Tensor, torch.Tensor]:

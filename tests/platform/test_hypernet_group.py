@@ -41,7 +41,7 @@ def _traces(lm: LanguageModel, layers: list[LayerSpec], config: Config, step: in
         {"tokens": "answer"},
         {"tokens": "all"},
         {"tokens": "all", "aggregation": "sum"},
-        {"tokens": "answer", "preserved_weight": 2.0},
+        {"tokens": "answer", "preserved_weight": 2.0, "phrasing_weight": 3.0},
         {"tokens": "answer", "preserved_weight": 2.0, "learn_preserved_weight": True, "token_weights": "learned"},
         {"tokens": "answer", "preserved_null_space": 0.5},
         {"tokens": "answer", "token_weights": "learned"},
@@ -63,7 +63,8 @@ def test_three_actors_that_share_two_layers_equal_one_editor(editor: dict[str, A
         assert group.heal(lambda: None) == 0
         if config.editor.preserving:
             (net,) = expected.nets.values()
-            group.put_moments({layer.name: net.moments[index] for index, layer in enumerate(layers)})
+            moments = torch.stack(net.term_moments(), dim=1)  # (layers, terms, key, key)
+            group.put_moments({layer.name: moments[index] for index, layer in enumerate(layers)})
             ray.kill(group.actors[1], no_restart=False)  # what comes in its place hears of them from a peer
             assert group.heal(lambda: None) == 0
         for step in range(2):

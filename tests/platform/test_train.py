@@ -88,6 +88,7 @@ def two_ranks(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
     own = {"texts": 30, "max_tokens": 6, "folder": str(tmp_path_factory.mktemp("own_text"))}
     preserving = {"preserved_weight": 2.0, "learn_preserved_weight": True, "token_weights": "learned"}
+    phrased = {**preserving, "phrasing_weight": 3.0, "preserved_facts": 11}
     epochs = {"num_edits": 19, "steps": 8, "checkpoint_every": 5}
     configs = {
         **{kind: config(kind, 2, lm=zero3) for kind in KINDS},
@@ -97,7 +98,7 @@ def two_ranks(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         "float32": config("gpt2", 1, lm=zero3, model={"dtype": "float32"}),
         "preserved": config("t5", 3, lm=zero3, editor={"preserved_weight": 2.0, "preserved_facts": 9}),
         "own text": config(
-            "gpt2", 2, editor=preserving, data={"unrelated": "self"}, own_text=own, training={"locality_target": 0.01}
+            "gpt2", 2, editor=phrased, data={"unrelated": "self"}, own_text=own, training={"locality_target": 0.01}
         ),
         "own text, sharded": config("t5", 1, lm=zero3, editor=preserving, data={"unrelated": "mixed"}, own_text=own),
     }

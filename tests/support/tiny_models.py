@@ -170,6 +170,7 @@ def make_setup(
             parameter.add_(0.1 * torch.randn_like(parameter))
     if config.editor.preserving:
         for layer in net.layers:
-            keys = torch.randn(2 * layer.key_size, layer.key_size, dtype=torch.float64)
-            net.preserve({layer.name: keys.T @ keys / len(keys)})
+            shape = len(config.editor.preserved_terms), 2 * layer.key_size, layer.key_size
+            keys = torch.randn(*shape, dtype=torch.float64)
+            net.preserve({layer.name: keys.mT @ keys / shape[1]})
     return Setup(lm, net)

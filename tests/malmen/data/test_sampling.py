@@ -98,6 +98,29 @@ def test_nothing_to_preserve_is_a_clear_error() -> None:
         preserved_facts(config, records)
 
 
+def test_pairs_of_phrasings_are_training_edits_with_an_equivalent_and_the_same_answer(lm: LanguageModel) -> None:
+    config = Config.model_validate({"editor": {"phrasing_weight": 1, "preserved_facts": 30}})
+    keys = _sampler(lm, config).preserved()
+    assert not keys.unrelated and len(keys.phrasings) == 30
+    texts = [tuple(lm.tokenizer.decode(fact.input_ids[: fact.first + 1]) for fact in pair) for pair in keys.phrasings]
+    phrasings = {
+        record.edit.prompt: [fact.prompt for fact in record.equivalents] for record in world_records("train", seed=0)
+    }
+    assert all(other.strip() in phrasings[prompt.strip()] for prompt, other in texts)
+    for edit, equivalent in keys.phrasings:
+        assert edit.targets == equivalent.targets and edit.targets
+        assert len(edit.input_ids) == edit.first + len(edit.targets)  # the last one is predicted only
+    assert keys.phrasings != _sampler(lm, config.model_copy(update={"seed": 1})).preserved().phrasings
+
+
+def test_records_without_equivalents_have_no_phrasings_and_say_so(lm: LanguageModel) -> None:
+    config = make_config(num_edits=1)
+    config = config.model_copy(update={"editor": config.editor.model_copy(update={"phrasing_weight": 2.0})})
+    sampler = Sampler(config, fact_encoder(lm, config.data), lambda _epoch: [EditRecord(Fact("Who?", "Ada"))])
+    with pytest.raises(EditError, match=r"phrasing_weight is 2, but no record of builtin has an equivalent"):
+        sampler.preserved()
+
+
 def test_more_edits_than_records_is_a_clear_error(lm: LanguageModel) -> None:
     with pytest.raises(EditError, match="only 1152 records"):
         _sampler(lm, make_config(num_edits=5000))

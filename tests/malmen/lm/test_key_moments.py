@@ -8,7 +8,7 @@ import torch
 from tiny_models import make_setup, random_facts
 from torch.testing import assert_close
 
-from malmen.data.tokens import make_batches
+from malmen.data.tokens import EncodedFact, make_batches
 from malmen.lm.key_moments import KeySums, layers_at_once, sums_bytes
 from malmen.lm.layers import LayerSpec
 
@@ -23,6 +23,28 @@ def test_the_moments_are_the_mean_over_all_tokens_of_all_texts_however_they_are_
     moments = sums.moments()
     for name, (keys, _) in plain.plain_traces(setup.lm, setup.editor.layers, facts, "all").items():
         assert_close(moments[name], keys.T @ keys / len(keys), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("budget", [1, 40, 10_000])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_the_moments_of_differences_pair_the_answers_tokens_however_they_are_cut(name: str, budget: int) -> None:
+    setup = make_setup(name)
+    facts = random_facts(setup.lm, 7, 4)
+    others = random_facts(setup.lm, 7, 5)
+    if setup.lm.kind == "decoder":  # other prompts, the same answers
+        prompts = [other.input_ids[: other.first + 1] for other in others]
+        others = [
+            EncodedFact(prompt + fact.targets[:-1], len(prompt) - 1, fact.targets)
+            for prompt, fact in zip(prompts, facts, strict=True)
+        ]
+    sums = KeySums(setup.lm, setup.editor.layers)
+    sums.read_differences(*(make_batches(some, budget, setup.lm.pad_id) for some in (facts, others)))
+    moments = sums.moments()
+    traces = [plain.plain_traces(setup.lm, setup.editor.layers, some, "answer") for some in (facts, others)]
+    for name in (layer.name for layer in setup.editor.layers):
+        rows = traces[0][name].keys - traces[1][name].keys
+        assert len(rows) > 3 and rows.norm() > 0.1
+        assert_close(moments[name], rows.T @ rows / len(rows), rtol=1e-9, atol=1e-12)
 
 
 def test_a_batch_that_does_not_count_adds_nothing_and_no_hook_stays() -> None:

@@ -54,7 +54,8 @@ def _builtin(*overrides: str) -> Config:
 def _editor(lm: LanguageModel, config: Config) -> Editor:
     editor = Editor(find_layers(lm.model, config.editor.layers), config)
     if config.editor.preserving:
-        editor.preserve({layer.name: torch.eye(layer.key_size) for layer in editor.layers})
+        terms = len(config.editor.preserved_terms)
+        editor.preserve({layer.name: torch.eye(layer.key_size).expand(terms, -1, -1) for layer in editor.layers})
     return editor
 
 
