@@ -27,7 +27,7 @@ from rich.progress import Progress
 from malmen.config import Config
 from malmen.data.records import Fact
 from malmen.editor import Editor
-from malmen.lm.layers import find_layers
+from malmen.lm.layers import edited_layers
 from malmen.lm.model import LanguageModel, encode_batches, load_lm
 from malmen.lm.trace import trace
 from malmen.serve.ledger.blobs import BlobStore
@@ -59,7 +59,7 @@ def build(model: str, folder: Path) -> tuple[EditService, Reader]:
         size = len(lm.tokenizer)
         lm = LanguageModel(GPT2LMHeadModel(GPT2Config(vocab_size=size)).eval(), lm.tokenizer, "decoder")
     config = Config.model_validate({"editor": {"layers": "last:6", "edit_lr": 1e-4}})
-    editor = Editor(find_layers(lm.model, config.editor.layers, config.editor.ffn), config)
+    editor = Editor(edited_layers(lm.model, config.editor), config)
     editor.observe(trace(lm, editor.layers, encode_batches(lm, make_facts(64), config), config.editor.tokens))
     blobs = BlobStore(folder / "blobs")
     guards = Guards(lm, LOOSE, make_facts(64), config.batch.token_budget, config.data)

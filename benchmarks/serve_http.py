@@ -41,13 +41,13 @@ def save_untrained(folder: Path) -> Path:
     """An editor whose hyper-network is the identity, with its normalisers set."""
     from malmen.config import Config
     from malmen.editor import Editor
-    from malmen.lm.layers import find_layers
+    from malmen.lm.layers import edited_layers
     from malmen.lm.model import encode_batches, load_lm
     from malmen.lm.trace import trace
     from malmen.runs.checkpoint import save_checkpoint
 
     lm, config = load_lm("builtin"), Config.model_validate({"editor": {"layers": "last:3", "edit_lr": 1e-4, "rank": 8}})
-    editor = Editor(find_layers(lm.model, config.editor.layers, config.editor.ffn), config)
+    editor = Editor(edited_layers(lm.model, config.editor), config)
     editor.observe(trace(lm, editor.layers, encode_batches(lm, make_facts(64), config), config.editor.tokens))
     save_checkpoint(folder, editor, lm.fingerprint())
     return folder

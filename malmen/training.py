@@ -26,7 +26,7 @@ from malmen.editor import Editor, seeded_editor
 from malmen.errors import EditError
 from malmen.evaluate import OWN_TEXTS, Evaluation, evaluate
 from malmen.lm.generate import OnProgress, part_of
-from malmen.lm.layers import find_layers
+from malmen.lm.layers import edited_layers
 from malmen.lm.model import LanguageModel, fact_encoder, load_lm
 from malmen.lm.own_text import own_texts
 from malmen.lm_side import LMSide
@@ -149,7 +149,7 @@ def make_editor(
     on_phase: Callable[[str], None] = lambda _description: None,
 ) -> Editor:
     """A fresh editor, drawn from the config's seed, with the keys that it is to preserve, if any."""
-    editor = seeded_editor(find_layers(lm.model, config.editor.layers, config.editor.ffn), config).to(lm.device)
+    editor = seeded_editor(edited_layers(lm.model, config.editor), config).to(lm.device)
     if config.editor.preserving:
         on_phase("reading the texts whose keys are preserved")
         keys = (sampler or make_sampler(lm, config)).preserved()

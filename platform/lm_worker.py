@@ -18,7 +18,7 @@ from malmen.data.splits import training_records
 from malmen.data.tokens import EncodedFact, MetaBatch, TokenBatch
 from malmen.errors import EditError
 from malmen.evaluate import Evaluation, evaluate, predict_batches
-from malmen.lm.layers import find_layers
+from malmen.lm.layers import edited_layers
 from malmen.lm.model import LanguageModel, fact_encoder, load_lm
 from malmen.lm.own_text import own_texts
 from malmen.lm_side import LMSide, MetaLosses
@@ -46,7 +46,7 @@ class LMWorker(LMSide):
         self.sampler.check_lengths()
         self.spare = self.sampler.batch(0).edits[0]  # what a rank runs that has fewer micro-batches than another
         self.fingerprint = lm.fingerprint()
-        layers = find_layers(lm.model, config.editor.layers, config.editor.ffn)
+        layers = edited_layers(lm.model, config.editor)
         super().__init__(lm, layers, config, self.sampler.caches(self.fingerprint, lm.dtype))
 
     @property

@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from malmen.config import SPLIT, Config, absolute_paths
 from malmen.data.splits import check_held_out, data_fingerprint
 from malmen.errors import EditError, RunStopped, last_line
-from malmen.lm.layers import LayerSpec, find_layers
+from malmen.lm.layers import LayerSpec, edited_layers
 from malmen.lm.model import load_skeleton
 from malmen.meta import StepReport, no_progress
 from malmen.platform import events
@@ -83,7 +83,7 @@ def train(
     start, listener = time.perf_counter(), listener or Listener()
     check_held_out(config)
     # From the model's shape alone, so that a wrong name is an error now and not after the cluster has started.
-    layers = find_layers(load_skeleton(config.model)[0], config.editor.layers, config.editor.ffn)
+    layers = edited_layers(load_skeleton(config.model)[0], config.editor)
     if in_ray_job():
         check_lasting(config, out)
     elif resolve_paths:

@@ -43,6 +43,7 @@ class LayerSet(Section):
 
     layers: str | list[str] = Field(description="a rule such as `last:4`, or module names")
     ffn: Literal["first", "second"] | None = Field(default=None, description="default: the config's")
+    attention: bool | None = Field(default=None, description="default: the config's")
 
 
 def _number(value: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import nn
 
 from malmen.config import Config, Section, known_keys
 from malmen.errors import UsageError
-from malmen.lm.layers import find_layers
+from malmen.lm.layers import edited_layers
 from malmen.tune.settings import LAYERS, Choices, Params, Range, SweepConfig
 from malmen.tune.sweep_folder import SweepFolder, TrialRecord
 from malmen.tune.trial import trial_config
@@ -25,6 +25,7 @@ _SECTIONS = ("editor.", "training.")
 _NOT_SWEPT = {
     "editor.layers": "name layer sets under `layer_sets`",
     "editor.ffn": "give the layer sets their `ffn`",
+    "editor.attention": "give the layer sets their `attention`",
     "training.steps": "trials are compared after the same steps",
     **dict.fromkeys(("training.eval_every", "training.eval_edits"), "trials are compared by the same evaluations"),
     **dict.fromkeys(("training.checkpoint_every", "training.keep_checkpoints"), "no result depends on it"),
@@ -50,11 +51,11 @@ def check_space(base: Config, sweep: SweepConfig, model: nn.Module) -> None:
         for value in [values.low, values.high] if isinstance(values, Range) else values:
             trial_config(base, sweep, {name: value})
     if not sweep.layer_sets:
-        find_layers(model, base.editor.layers, base.editor.ffn)
+        edited_layers(model, base.editor)
     for name in sweep.layer_sets:
         editor = trial_config(base, sweep, {LAYERS: name}).editor
         try:
-            find_layers(model, editor.layers, editor.ffn)
+            edited_layers(model, editor)
         except UsageError as error:
             raise UsageError(
                 f"the layer set {name!r} of the space does not exist in {base.model.name}: {error}"

@@ -33,7 +33,7 @@ def trial_config(base: Config, sweep: SweepConfig, params: Mapping[str, Any]) ->
             set_key(raw, name, value)
             continue
         layer_set = sweep.layer_sets[value]
-        raw["editor"] |= {"layers": layer_set.layers, "ffn": layer_set.ffn or raw["editor"]["ffn"]}
+        raw["editor"] |= layer_set.model_dump(exclude_none=True)
     return parse_config(raw, "the trial " + ", ".join(f"{name}={value}" for name, value in params.items()))
 
 

@@ -40,6 +40,9 @@ class EditorConfig(Section):
         default="last:6", description="`last:K`, `first:K`, … (docs/models.md), or module names"
     )
     ffn: Literal["first", "second"] = Field(default="second", description="the linear of the FFN that a rule selects")
+    attention: bool = Field(
+        default=False, description="whether a rule also selects the last linear of the attention of each block"
+    )
     tokens: Literal["answer", "all"] = Field(default="answer", description="tokens whose keys and gradients are used")
     aggregation: Literal["least_squares", "sum"] = Field(
         default="least_squares", description="how shifts are merged; `sum`: MEND"

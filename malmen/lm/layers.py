@@ -6,10 +6,14 @@ import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from malmen.errors import UsageError
+
+if TYPE_CHECKING:
+    from malmen.config import EditorConfig
 
 # How the names of FFN linears end, by family: GPT-2 · GPT-J · Llama and kin · T5 · BERT · GPT-NeoX · OPT
 _FFN_NAMES = {
@@ -23,8 +27,11 @@ _FFN_NAMES = {
     ),
 }  # fmt: skip
 
-# The same of the last linear of an attention: GPT-2 · GPT-J and OPT · Llama and kin · GPT-NeoX
-_ATTENTION_OUT = ("attn.c_proj", "attn.out_proj", "self_attn.out_proj", "self_attn.o_proj", "attention.dense")
+# The same of the last linear of a self-attention: GPT-2 · GPT-J and OPT · Llama and kin · GPT-NeoX · T5 · BERT
+_ATTENTION_OUT = (
+    "attn.c_proj", "attn.out_proj", "self_attn.out_proj", "self_attn.o_proj", "attention.dense", "SelfAttention.o",
+    "attention.output.dense",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,11 +87,18 @@ def layer_sizes(module: nn.Module) -> tuple[int, int]:
     return module.in_features, module.out_features
 
 
-def find_layers(model: nn.Module, layers: str | Sequence[str] = "last:6", ffn: str = "second") -> list[LayerSpec]:
+def edited_layers(model: nn.Module, settings: EditorConfig) -> list[LayerSpec]:
+    """The layers that an editor with these settings edits."""
+    return find_layers(model, settings.layers, settings.ffn, attention=settings.attention)
+
+
+def find_layers(
+    model: nn.Module, layers: str | Sequence[str] = "last:6", ffn: str = "second", *, attention: bool = False
+) -> list[LayerSpec]:
     """The layers that a rule (`last:6`, `every:2`, `all`, …) or a list of module names stands for.
 
-    With a rule, `ffn` says which linear of the FFN is meant; in an encoder-decoder the rule counts
-    in each stack by itself.
+    With a rule, `ffn` says which linear of the FFN is meant, and `attention` whether the last linear of the block's
+    attention is too; in an encoder-decoder the rule counts in each stack by itself.
     """
     stacks = find_stacks(model)
     if isinstance(layers, str):
@@ -93,7 +107,11 @@ def find_layers(model: nn.Module, layers: str | Sequence[str] = "last:6", ffn: s
             for stack, stack_name in stacks.items()
             for block in _blocks_of_rule(layers, len(model.get_submodule(stack_name)), stack)  # type: ignore[arg-type]
         ]
-        layers = [f"{block}.{name}" for block in blocks for name in _ffn_names(model.get_submodule(block), ffn, block)]
+        layers = [
+            f"{block}.{name}"
+            for block in blocks
+            for name in _edited_names(model.get_submodule(block), ffn, block, attention=attention)
+        ]
     return [_layer(model, stacks, name) for name in layers]
 
 
@@ -117,18 +135,27 @@ def _blocks_of_rule(rule: str, num_blocks: int, stack: str) -> Sequence[int]:
     }[match[1]]
 
 
-def _ffn_names(block: nn.Module, ffn: str, block_name: str) -> list[str]:
+def _edited_names(block: nn.Module, ffn: str, block_name: str, *, attention: bool) -> list[str]:
     if ffn not in _FFN_NAMES:
         raise UsageError(f"unknown ffn {ffn!r}: expected `first` or `second`")
-    ends = tuple(f".{end}" for end in _FFN_NAMES[ffn])
     linears = [name for name, module in block.named_modules() if is_linear(module)]
-    names = [name for name in linears if "attention" not in name.lower() and f".{name}".endswith(ends)]
-    if not names:
-        raise UsageError(
-            f"no {ffn} FFN linear is known by name in block {block_name}; give module names instead of a rule; "
-            f"its linears are {', '.join(linears)}"
-        )
-    return names
+
+    def known(what: str, ends: Sequence[str], *, in_attention: bool) -> list[str]:
+        suffixes = tuple(f".{end}" for end in ends)
+        names = [
+            name
+            for name in linears
+            if (in_attention or "attention" not in name.lower()) and f".{name}".endswith(suffixes)
+        ]
+        if not names:
+            raise UsageError(
+                f"no {what} is known by name in block {block_name}; give module names instead of a rule; "
+                f"its linears are {', '.join(linears)}"
+            )
+        return names
+
+    last = known("last linear of the attention", _ATTENTION_OUT, in_attention=True) if attention else []
+    return last + known(f"{ffn} FFN linear", _FFN_NAMES[ffn], in_attention=False)
 
 
 def own_token_linears(block: nn.Module) -> list[nn.Module]:

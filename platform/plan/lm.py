@@ -14,7 +14,7 @@ from torch import nn
 from malmen.config import Config, ModelConfig
 from malmen.data.tokens import EncodedFact, TokenBatch, make_batches
 from malmen.lm.hooks import replaced_forward
-from malmen.lm.layers import LayerSpec, find_layers
+from malmen.lm.layers import LayerSpec, edited_layers
 from malmen.lm.model import LanguageModel
 from malmen.lm.overlay import Overlay
 from malmen.lm.stem import stem_blocks
@@ -96,7 +96,7 @@ def plan_lm(config: Config, dtype: torch.dtype) -> PlannedLM:
     if config.lm.sharding == "zero3":
         for parameter in model.parameters():
             cast(Any, parameter).ds_id = 0  # as DeepSpeed marks it: an overlay must not ask for the whole weight
-    return PlannedLM(lm, find_layers(model, config.editor.layers, config.editor.ffn), source)
+    return PlannedLM(lm, edited_layers(model, config.editor), source)
 
 
 def cache_bytes(config: Config, planned: PlannedLM, facts: StepFacts) -> int:

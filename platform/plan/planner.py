@@ -37,7 +37,7 @@ T = TypeVar("T")
 DRIVER = 2500 * MB  # the driver and Ray's own processes: 2.8 GB resident as measured, a part of it shared
 
 _FACTS = ("model", "data", "training", "seed")
-_LAYERS = ("lm", "editor.layers", "editor.ffn")
+_LAYERS = ("lm", "editor.layers", "editor.ffn", "editor.attention")
 _DEPENDS_ON: dict[Callable[..., Any], tuple[str, ...]] = {  # settings, beside those of the LM's type and device
     plan_lm: ("model", *_LAYERS),
     step_facts: _FACTS,

@@ -116,6 +116,7 @@ def editor_card(config: Config, state: Mapping[str, Any]) -> str:
     """The model card of a checkpoint with this state, in markdown."""
     scores = state["scores"]
     layers = config.editor.layers if isinstance(config.editor.layers, str) else ", ".join(config.editor.layers)
+    linears = f"{config.editor.ffn} linear of the FFN" + ", last linear of the attention" * config.editor.attention
     edits = scores.get("edits") or config.training.eval_edits or config.training.num_edits
     table = "\n".join(
         f"| {name.replace('_', ' ')} ({label}) | {_share(scores, name + BEFORE)} | {_share(scores, name)} |"
@@ -129,7 +130,7 @@ A MALMEN hyper-network that rewrites many facts in this language model at once, 
 | | |
 |---|---|
 | base model | `{config.model.name}`, weights `{state["base_model"]}` |
-| edited layers | {layers} ({config.editor.ffn} linear of the FFN), {config.editor.aggregation} |
+| edited layers | {layers} ({linears}), {config.editor.aggregation} |
 | trained on | {config.data.train}, {state["step"]} steps of {config.training.num_edits} edits, seed {config.seed} |
 | measured on | {config.data.validation}, {edits} edits at once |
 

@@ -98,6 +98,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"tokens": "all"},
     {"ffn": "first"},
     {"layers": "all"},
+    {"layers": "last:2", "attention": True, "preserved_weight": 2.0},
     {"regularisation": False},
     {"preserved_weight": 2.0},
     {"preserved_weight": 2.0, "learn_preserved_weight": True},

@@ -27,7 +27,7 @@ from transformers import (
 from malmen.config import Config
 from malmen.data.tokens import EncodedFact
 from malmen.editor import Editor
-from malmen.lm.layers import find_layers
+from malmen.lm.layers import edited_layers
 from malmen.lm.model import FirstTokenClassifier, LanguageModel
 
 VOCABULARY = 40
@@ -164,7 +164,7 @@ def make_setup(
     )
     lm = tiny_lm(name)
     torch.manual_seed(2)
-    net = Editor(find_layers(lm.model, config.editor.layers, config.editor.ffn), config).double()
+    net = Editor(edited_layers(lm.model, config.editor), config).double()
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

@@ -33,6 +33,24 @@ def test_a_rule_finds_the_ffn_linears(name: str, rule: str, ffn: str, expected: 
 
 
 @pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("gpt2", ["transformer.h.2.attn.c_proj"]),
+        ("gptj", ["transformer.h.2.attn.out_proj"]),
+        ("llama", ["model.layers.2.self_attn.o_proj"]),
+        ("opt", ["model.decoder.layers.2.self_attn.out_proj"]),
+        ("bert", ["bert.encoder.layer.2.attention.output.dense"]),
+        ("t5", ["encoder.block.2.layer.0.SelfAttention.o", "decoder.block.2.layer.0.SelfAttention.o"]),
+    ],
+)
+def test_a_rule_finds_the_last_linear_of_the_attention_too(name: str, expected: list[str]) -> None:
+    model = tiny_lm(name).model
+    with_attention = [layer.name for layer in find_layers(model, "last:1", attention=True)]
+    ffn = [layer.name for layer in find_layers(model, "last:1")]
+    assert sorted(with_attention) == sorted(expected + ffn)
+
+
+@pytest.mark.parametrize(
     ("rule", "blocks", "expected"),
     [
         ("last:2", 7, [5, 6]),
