@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from malmen.lm.model import LanguageModel, fact_encoder
 from malmen.lm.overlay import Shifts, edited
 from malmen.lm.own_text import evaluation_texts, rewritten_texts
 from malmen.measure.drift import Drift, drift_of_edit, drift_of_rounding
+from malmen.measure.protocol import Measured, Protocol, success_protocols
 from malmen.metrics import BEFORE, BY_TOKENS, ENDED, EXACT, FLOOR, GENERATED, METRICS, FactKind
 
 OWN_TEXTS = 48  # in each form of prompts, where nothing else is said
@@ -65,6 +66,8 @@ class Evaluation:
     drift: dict[str, Drift] = field(default_factory=dict)  # along its own texts, by form of the prompts
     floor: dict[str, Drift] = field(default_factory=dict)  # the same of the unedited model, rounded to bfloat16
     facts: list[FactReport] = field(default_factory=list)
+    prompt_form: Literal["raw", "chat"] = "raw"  # of ES, GS and LS
+    measured: list[Measured] = field(default_factory=list)  # by other yardsticks
 
     def scores(self) -> dict[str, Any]:
         """Flat numbers for tables, files and trackers."""
@@ -80,7 +83,16 @@ class Evaluation:
         for suffix, drifts in (("", self.drift), (FLOOR, self.floor)):
             for form, drift in drifts.items():
                 flat |= {f"own_{form}_{name}{suffix}": value for name, value in vars(drift).items()}
+        for yardstick in self.measured:
+            flat |= yardstick.scores
         return flat
+
+    def protocols(self) -> dict[str, Protocol]:
+        """How shares of right answers were obtained, by name of the score, of those that were."""
+        scores, all_protocols = self.scores(), success_protocols(self.prompt_form)
+        for yardstick in self.measured:
+            all_protocols |= yardstick.protocols
+        return {name: protocol for name, protocol in all_protocols.items() if scores.get(name) is not None}
 
 
 class _Question(NamedTuple):
@@ -153,6 +165,7 @@ def evaluate(
         drift=drift,
         floor=floor,
         facts=[_report(lm, *of_fact) for of_fact in asked_and_answered],
+        prompt_form=config.data.prompt_format,
     )
 
 

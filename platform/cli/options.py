@@ -38,6 +38,9 @@ Method = Annotated[
 MethodConfig = Annotated[
     str | None, typer.Option("--config", help="for a method without an --editor: a YAML file, or a shipped config")
 ]
+InContext = Annotated[
+    bool, typer.Option("--in-context", help="also ask the edits behind a neutral sentence and behind their old answer")
+]
 Generate = Annotated[bool, typer.Option(help="also compare generated answers")]
 
 
