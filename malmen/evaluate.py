@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from malmen.config import Config
-from malmen.data.records import EditRecord, Fact, unrelated_to_all
+from malmen.data.records import EditRecord, Fact, FactKind, facts_by_kind
 from malmen.data.tokens import EncodedFact, FactEncoder, TokenBatch, make_batches
 from malmen.edit_method import Rewrite
 from malmen.lm.generate import OnProgress, decode, generate_ids, part_of, up_to_the_end
@@ -19,7 +19,7 @@ from malmen.lm.overlay import Shifts, edited
 from malmen.lm.own_text import evaluation_texts, rewritten_texts
 from malmen.measure.drift import Drift, drift_of_edit, drift_of_rounding
 from malmen.measure.protocol import Measured, Protocol, success_protocols
-from malmen.metrics import BEFORE, BY_TOKENS, ENDED, EXACT, FLOOR, GENERATED, METRICS, FactKind
+from malmen.metrics import BEFORE, BY_TOKENS, ENDED, EXACT, FLOOR, GENERATED, METRICS
 
 OWN_TEXTS = 48  # in each form of prompts, where nothing else is said
 _END_MARKS = ("\n", ".", ",", ";", ":", "!", "?")
@@ -219,13 +219,8 @@ def predict_batches(
 
 
 def _questions(encoder: FactEncoder, records: Sequence[EditRecord]) -> list[_Question]:
-    facts: dict[FactKind, list[Fact]] = {
-        "edit": [record.edit for record in records],
-        "equivalent": [fact for record in records for fact in record.equivalents],
-        "unrelated": [fact for unrelated in unrelated_to_all(records) for fact in unrelated],
-    }
     questions = []
-    for kind, listed in facts.items():
+    for kind, listed in facts_by_kind(records).items():
         encoded = [encoder.encode(fact) for fact in listed]
         longest = max((len(fact.targets) for fact in encoded), default=0) + 1  # one more, to see whether the text ends
         for fact, tokens in zip(listed, encoded, strict=True):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import harmonic_mean
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-FactKind = Literal["edit", "equivalent", "unrelated"]
+from malmen.data.records import FactKind
 
 
 class Metric(NamedTuple):
@@ -28,6 +28,8 @@ BY_TOKENS = ""  # answer tokens, teacher-forced: the paper's
 EXACT = "_exact"  # whole answers, teacher-forced
 GENERATED = "_generated"  # whole answers, generated
 ENDED = "_ended"  # whole answers, generated, after which the text ends
+DEPLOYED_EXACT = "_deployed_exact"  # whole answers as a user of the deployed model gets them, as texts
+DEPLOYED_CONTAINED = "_deployed_contained"  # the same, where the text may say more
 BEFORE = "_before"
 FLOOR = "_floor"  # after a measure along its own texts: of the unedited model, rounded to bfloat16
 

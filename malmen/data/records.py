@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
+
+FactKind = Literal["edit", "equivalent", "unrelated"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,15 @@ def compatible_records(records: Sequence[EditRecord], number: int) -> list[EditR
             break
         chosen.setdefault(record.edit.prompt, record)
     return list(chosen.values())
+
+
+def facts_by_kind(records: Sequence[EditRecord]) -> dict[FactKind, list[Fact]]:
+    """All facts of the records that are edited together, as the paper's metrics count them."""
+    return {
+        "edit": [record.edit for record in records],
+        "equivalent": [fact for record in records for fact in record.equivalents],
+        "unrelated": [fact for unrelated in unrelated_to_all(records) for fact in unrelated],
+    }
 
 
 def unrelated_to_all(records: Sequence[EditRecord]) -> list[list[Fact]]:

@@ -32,7 +32,7 @@ Context = Literal["none", "neutral", "old_answer"]
 CONTEXTS: dict[Context, str] = {
     "none": "",
     "neutral": " behind a neutral {} in the unedited model's words",
-    "old_answer": " behind a {} in which the unedited model answers it",
+    "old_answer": " behind a {} with the unedited model's answer",
 }
 _PAUSES = string.punctuation + string.whitespace
 _STANDING: dict[Form, str] = {"raw": "sentence", "chat": "turn"}

@@ -16,6 +16,7 @@ from malmen.measure.protocol import as_records
 from malmen.methods.registry import METHODS
 from malmen.platform.cli.options import (
     AsJson,
+    Deployed,
     EditFolder,
     EditorFolder,
     Generate,
@@ -108,6 +109,7 @@ def evaluate(
     model: ModelName = None,
     generate: Generate = True,
     in_context: InContext = False,
+    deployed: Deployed = False,
     as_json: AsJson = False,
 ) -> None:
     """Edit held-out records at once and measure how well the edits hold (ES, GS, LS)."""
@@ -125,7 +127,8 @@ def evaluate(
     with counted(f"editing {sets} × {number} records and measuring") as on_progress:
         evaluations = evaluate_sets(
             loaded.lm, loaded.method, held_out, settings,
-            sets=sets, edits=number, generate=generate, in_context=in_context, on_progress=on_progress,
+            sets=sets, edits=number, generate=generate, in_context=in_context, deployed=deployed,
+            on_progress=on_progress,
         )  # fmt: skip
     if as_json:
         rows = [_result(evaluation) for evaluation in evaluations]

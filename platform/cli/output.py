@@ -11,7 +11,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from malmen.metrics import BEFORE, BY_TOKENS, ENDED, EXACT, FLOOR, GENERATED, METRICS
+from malmen.metrics import (
+    BEFORE,
+    BY_TOKENS,
+    DEPLOYED_CONTAINED,
+    DEPLOYED_EXACT,
+    ENDED,
+    EXACT,
+    FLOOR,
+    GENERATED,
+    METRICS,
+    Metric,
+)
 from malmen.runs.files import json_text
 
 if TYPE_CHECKING:
@@ -33,6 +44,7 @@ _DRIFT = {
     "unchanged_20": "20 tokens",
 }
 _COUNTED = {BY_TOKENS: "tokens", EXACT: "whole answers", ENDED: "generated, ends there"}
+_DEPLOYED = {DEPLOYED_EXACT: "the answer alone", DEPLOYED_CONTAINED: "contained"}
 _IN_CONTEXT = {BY_TOKENS: "tokens", EXACT: "whole answers", GENERATED: "generated"}
 
 
@@ -81,15 +93,17 @@ def percent(value: float | None) -> str:
 def scores_table(scores: Mapping[str, Any], protocols: Mapping[str, Protocol] | None = None) -> Table:
     """`Evaluation.scores`: before → after, for each metric and way of counting; how they were obtained below."""
     suffixes = [way for way in _COUNTED if any(scores.get(metric.name + way) is not None for metric in METRICS)]
-    rows = []
-    for metric in METRICS:
-        names = [metric.name + suffix for suffix in suffixes]
-        cells = [f"{percent(scores.get(name + BEFORE))} → {percent(scores.get(name))}" for name in names]
-        rows.append([f"{_ASKED[metric.kind]} ({metric.label})", *cells])
+    rows = [_shares_row(metric, suffixes, scores) for metric in METRICS]
     title = f"{scores['edits']} edits at once: right answers in %, before → after"
     headings = [_COUNTED[suffix] for suffix in suffixes]
     ways = {_COUNTED[way]: (protocols or {}).get(METRICS[0].name + way) for way in suffixes}
     return numbers_table(title, ["asked", *headings], rows, _caption(ways, with_prompt=True))
+
+
+def _shares_row(metric: Metric, ways: Sequence[str], scores: Mapping[str, Any]) -> list[str]:
+    names = [metric.name + way for way in ways]
+    cells = [f"{percent(scores.get(name + BEFORE))} → {percent(scores.get(name))}" for name in names]
+    return [f"{_ASKED[metric.kind]} ({metric.label})", *cells]
 
 
 def context_table(scores: Mapping[str, Any], protocols: Mapping[str, Protocol]) -> Table | None:
@@ -106,6 +120,21 @@ def context_table(scores: Mapping[str, Any], protocols: Mapping[str, Protocol]) 
     title = "the edits in context: right answers in %, before → after"
     caption = _caption({_IN_CONTEXT[way]: protocols.get(contexts[0] + way) for way in ways})
     return numbers_table(title, ["read", "questions", *(_IN_CONTEXT[way] for way in ways)], rows, caption)
+
+
+def deployed_table(scores: Mapping[str, Any], protocols: Mapping[str, Protocol]) -> Table | None:
+    """`measure_deployed`: ES, GS and LS of the answers that a user gets."""
+    ways = [way for way in _DEPLOYED if any(metric.name + way in protocols for metric in METRICS)]
+    if not ways:
+        return None
+    asked = [metric for metric in METRICS if metric.name + ways[0] in protocols]
+    columns = {_DEPLOYED[way]: protocols[asked[0].name + way] for way in ways}
+    return numbers_table(
+        "as deployed: right answers in %, before → after",
+        ["asked", *columns],
+        [_shares_row(metric, ways, scores) for metric in asked],
+        _caption(columns, with_prompt=True),
+    )
 
 
 def _caption(columns: Mapping[str, Protocol | None], *, with_prompt: bool = False) -> str | None:
@@ -136,10 +165,13 @@ def scores_footer(scores: Mapping[str, Any]) -> str:
     parts = [
         ("unrelated tokens predicted as by the unedited model {:.1f} %", "locality_agreement", 100),
         ("unrelated texts generated as by it {:.1f} %", "locality_agreement_generated", 100),
+        ("as deployed {:.1f} %", "locality_agreement_deployed", 100),
         ("largest ‖S‖/‖W‖ {:.3f}", "max_shift_ratio", 1),
         ("mean residual {:.3f}", "mean_residual", 1),
     ]
-    return " · ".join(text.format(factor * scores[name]) for text, name, factor in parts if scores[name] is not None)
+    return " · ".join(
+        text.format(factor * scores[name]) for text, name, factor in parts if scores.get(name) is not None
+    )
 
 
 def drift_table(scores: Mapping[str, Any]) -> Table | None:
@@ -160,7 +192,8 @@ def drift_table(scores: Mapping[str, Any]) -> Table | None:
 def show_scores(scores: Mapping[str, Any], protocols: Mapping[str, Protocol] | None = None) -> None:
     """One evaluation as tables and a line below them."""
     out.print(scores_table(scores, protocols))
-    for table in (context_table(scores, protocols or {}), drift_table(scores)):
+    known = protocols or {}
+    for table in (deployed_table(scores, known), context_table(scores, known), drift_table(scores)):
         if table:
             out.print(table)
     out.print(scores_footer(scores))

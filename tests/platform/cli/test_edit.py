@@ -65,7 +65,7 @@ def test_a_rival_is_evaluated_with_its_own_settings(malmen: Malmen) -> None:
 
 @pytest.mark.slow
 def test_eval_in_context_states_how_each_number_was_obtained(malmen: Malmen) -> None:
-    command = ("eval", "--method", "ft", "--edits", 3, "--in-context", "baselines.ft.epochs=1")
+    command = ("eval", "--method", "ft", "--edits", 3, "--in-context", "--deployed", "baselines.ft.epochs=1")
     code, said, _ = malmen(*command, "--json")
     scores = json.loads(said)
     protocol = scores["protocol"]
@@ -74,9 +74,11 @@ def test_eval_in_context_states_how_each_number_was_obtained(malmen: Malmen) -> 
     assert len({protocol[name]["prompt"] for name in contexts}) == 3
     assert protocol["edit_success"]["decoding"] != protocol["edit_success_generated"]["decoding"]
     assert all(scores[name] is not None for name in protocol)
+    assert protocol["edit_success_deployed_exact"]["scorer"] != protocol["edit_success_generated"]["scorer"]
     code, said, _ = malmen(*command, "--no-generate")
     words = " ".join(said.split())
-    assert code == 0 and "the edits in context" in words and "teacher-forced: the most probable token" in words
+    assert code == 0 and "the edits in context" in words and "as deployed" in words
+    assert "cut at the end mark" in words and "teacher-forced: the most probable token" in words
     code, said, _ = malmen(*command, "--sets", 2, "--no-generate")
     assert code == 0 and "edit_success_in_context_raw_neutral_exact" in said and "every token is right" in said
 
