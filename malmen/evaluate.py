@@ -18,8 +18,9 @@ from malmen.lm.model import LanguageModel, fact_encoder
 from malmen.lm.overlay import Shifts, edited
 from malmen.lm.own_text import evaluation_texts, rewritten_texts
 from malmen.measure.drift import Drift, drift_of_edit, drift_of_rounding
+from malmen.measure.neighbours import measure_neighbours
 from malmen.measure.protocol import Measured, Protocol, success_protocols
-from malmen.metrics import BEFORE, BY_TOKENS, ENDED, EXACT, FLOOR, GENERATED, METRICS
+from malmen.metrics import BEFORE, BY_TOKENS, ENDED, EXACT, FLOOR, FOLLOWING, GENERATED, METRICS
 
 OWN_TEXTS = 48  # in each form of prompts, where nothing else is said
 _END_MARKS = ("\n", ".", ",", ";", ":", "!", "?")
@@ -73,7 +74,7 @@ class Evaluation:
         """Flat numbers for tables, files and trackers."""
         flat: dict[str, Any] = {"edits": self.edits}
         for suffix, table in (("", self.after), (BEFORE, self.before)):
-            for metric in METRICS:
+            for metric in (*METRICS, *(metric for metric in FOLLOWING if metric.kind in table)):
                 for way, share in zip((BY_TOKENS, EXACT, GENERATED, ENDED), astuple(table[metric.kind]), strict=True):
                     flat[metric.name + way + suffix] = share
         flat["locality_agreement"] = self.locality_agreement
@@ -166,6 +167,7 @@ def evaluate(
         floor=floor,
         facts=[_report(lm, *of_fact) for of_fact in asked_and_answered],
         prompt_form=config.data.prompt_format,
+        measured=measure_neighbours(lm, records, shifts, config, rewrite=rewrite) if generate else [],
     )
 
 
@@ -246,12 +248,14 @@ def _successes(
     lm: LanguageModel, questions: Sequence[_Question], answers: Sequence[_Answer]
 ) -> dict[FactKind, Success]:
     successes: dict[FactKind, Success] = {}
-    for metric in METRICS:
+    for metric in (*METRICS, *FOLLOWING):
         answered = [
             (asked.encoded, answer)
             for asked, answer in zip(questions, answers, strict=True)
             if asked.kind == metric.kind
         ]
+        if metric in FOLLOWING and not answered:
+            continue
         hits = [
             [token == target for token, target in zip(answer.predicted, fact.targets, strict=True)]
             for fact, answer in answered

@@ -23,6 +23,11 @@ METRICS = (
     Metric("locality_success", "LS", "unrelated"),
 )
 
+FOLLOWING = (  # what follows from an edit: reported where the records have it
+    Metric("portability_success", "portability", "portability"),
+    Metric("reversal_success", "reversal", "reversal"),
+)
+
 # What may follow a metric's name: how answers are counted, then `BEFORE` where the model is the unedited one.
 BY_TOKENS = ""  # answer tokens, teacher-forced: the paper's
 EXACT = "_exact"  # whole answers, teacher-forced

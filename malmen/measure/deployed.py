@@ -8,7 +8,6 @@ Neither is what a user sees.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from typing import NamedTuple
 
 from malmen.config import Config
@@ -22,7 +21,7 @@ from malmen.lm.overlay import Shifts, edited
 from malmen.lm.own_text import Form
 from malmen.measure.answer_text import contains, first_sentence, plain_words, says_exactly
 from malmen.measure.protocol import FORMS, GREEDY, Measured, Protocol
-from malmen.metrics import BEFORE, DEPLOYED_CONTAINED, DEPLOYED_EXACT, METRICS
+from malmen.metrics import BEFORE, DEPLOYED_CONTAINED, DEPLOYED_EXACT, FOLLOWING, METRICS
 
 _TOKENS = 32  # of an answer, at most, where none that is given is longer
 _SCORERS = {DEPLOYED_EXACT: says_exactly, DEPLOYED_CONTAINED: contains}
@@ -52,7 +51,8 @@ def measure_deployed(
     lm: LanguageModel, records: Sequence[EditRecord], shifts: Shifts, config: Config, *,
     rewrite: Rewrite | None = None, on_progress: OnProgress | None = None,
 ) -> Measured:  # fmt: skip
-    """ES, GS and LS of deployed answers, before and after the edit, and how many unrelated answers stay.
+    """ES, GS and LS (and of what follows from the edit) of deployed answers, before and after the edit, and how many
+    unrelated answers stay.
 
     `rewrite` is the edited model's, see `evaluate`. `on_progress` counts answers.
     """
@@ -60,11 +60,12 @@ def measure_deployed(
         raise EditError("a classifier writes no text, so there are no deployed answers to compare")
     by_kind = facts_by_kind(records)
     groups = {metric: by_kind[metric.kind] for metric in METRICS}
+    groups |= {metric: by_kind[metric.kind] for metric in FOLLOWING if by_kind[metric.kind]}
     facts = [fact for group in groups.values() for fact in group]
-    tokens, said = answer_tokens(lm, facts, config), []
-    for part, (layer, read) in enumerate(((nullcontext(), None), (edited(lm, shifts), rewrite))):
-        with layer:
-            said.append(deployed_answers(lm, facts, config, tokens, read, part_of(on_progress, part, 2)))
+    tokens = answer_tokens(lm, facts, config)
+    said = [deployed_answers(lm, facts, config, tokens, None, part_of(on_progress, 0, 2))]
+    with edited(lm, shifts):
+        said.append(deployed_answers(lm, facts, config, tokens, rewrite, part_of(on_progress, 1, 2)))
     decoding = f"{GREEDY}, at most {tokens} tokens, {_CUT}"
     measured, place = Measured({}, {}), 0
     for metric, group in groups.items():

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from malmen.metrics import BY_TOKENS, ENDED, EXACT, GENERATED, METRICS
+from malmen.metrics import BY_TOKENS, ENDED, EXACT, FOLLOWING, GENERATED, METRICS
 
 FORMS = {"raw": "the raw prompt", "chat": "the prompt in the chat template"}
 TEACHER_FORCED = "teacher-forced: the most probable token at each place, given the answer before it"
@@ -46,10 +46,10 @@ SCORERS = {  # by what follows a metric's name
 
 
 def success_protocols(form: str) -> dict[str, Protocol]:
-    """Of ES, GS and LS, with facts in this form."""
+    """Of ES, GS and LS and of what follows from an edit, with facts in this form."""
     return {
         metric.name + way: Protocol(FORMS[form], decoding, SCORERS[way])
-        for metric in METRICS
+        for metric in (*METRICS, *FOLLOWING)
         for way, decoding in DECODING.items()
     }
 

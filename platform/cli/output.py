@@ -19,6 +19,7 @@ from malmen.metrics import (
     ENDED,
     EXACT,
     FLOOR,
+    FOLLOWING,
     GENERATED,
     METRICS,
     Metric,
@@ -33,8 +34,14 @@ if TYPE_CHECKING:
 out = Console(markup=False, highlight=False)
 err = Console(stderr=True, markup=False, highlight=False)
 
-_ASKED = {"edit": "the edits", "equivalent": "rephrasings", "unrelated": "unrelated"}
-_FORMS = {"raw": "raw prompts", "chat": "the chat template"}
+_ASKED = {
+    "edit": "the edits",
+    "equivalent": "rephrasings",
+    "unrelated": "unrelated",
+    "portability": "what follows",
+    "reversal": "reversed",
+}
+_ALONG = {"own_raw": "raw prompts", "own_chat": "the chat template", "neighbours": "neighbours of the edits"}
 _DRIFT = {
     "kl": "KL",
     "kl_p95": "its 95th percentile",
@@ -93,7 +100,8 @@ def percent(value: float | None) -> str:
 def scores_table(scores: Mapping[str, Any], protocols: Mapping[str, Protocol] | None = None) -> Table:
     """`Evaluation.scores`: before → after, for each metric and way of counting; how they were obtained below."""
     suffixes = [way for way in _COUNTED if any(scores.get(metric.name + way) is not None for metric in METRICS)]
-    rows = [_shares_row(metric, suffixes, scores) for metric in METRICS]
+    following = [metric for metric in FOLLOWING if metric.name in scores]
+    rows = [_shares_row(metric, suffixes, scores) for metric in (*METRICS, *following)]
     title = f"{scores['edits']} edits at once: right answers in %, before → after"
     headings = [_COUNTED[suffix] for suffix in suffixes]
     ways = {_COUNTED[way]: (protocols or {}).get(METRICS[0].name + way) for way in suffixes}
@@ -127,7 +135,7 @@ def deployed_table(scores: Mapping[str, Any], protocols: Mapping[str, Protocol])
     ways = [way for way in _DEPLOYED if any(metric.name + way in protocols for metric in METRICS)]
     if not ways:
         return None
-    asked = [metric for metric in METRICS if metric.name + ways[0] in protocols]
+    asked = [metric for metric in (*METRICS, *FOLLOWING) if metric.name + ways[0] in protocols]
     columns = {_DEPLOYED[way]: protocols[asked[0].name + way] for way in ways}
     return numbers_table(
         "as deployed: right answers in %, before → after",
@@ -176,13 +184,13 @@ def scores_footer(scores: Mapping[str, Any]) -> str:
 
 def drift_table(scores: Mapping[str, Any]) -> Table | None:
     """`Evaluation.scores`: how far the edited model drifts along the unedited one's own texts, beside the floor."""
-    forms = [form for form in _FORMS if f"own_{form}_kl" in scores]
-    if not forms:
+    prefixes = [prefix for prefix in _ALONG if f"{prefix}_kl" in scores]
+    if not prefixes:
         return None
     lines = []
-    for form in forms:
-        for suffix, label in (("", _FORMS[form]), (FLOOR, "  rounding alone")):
-            values = [scores.get(f"own_{form}_{name}{suffix}") for name in _DRIFT]
+    for prefix in prefixes:
+        for suffix, label in (("", _ALONG[prefix]), (FLOOR, "  rounding alone")):
+            values = [scores.get(f"{prefix}_{name}{suffix}") for name in _DRIFT]
             if values[0] is not None:
                 lines.append((label, f"{values[0]:.4f}", f"{values[1]:.4f}", *map(percent, values[2:])))
     title = "the unedited model's own texts, under the edit: KL in nats per token, the rest in %"

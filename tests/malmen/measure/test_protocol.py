@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 from malmen.measure.protocol import FORMS, SCORERS, Protocol, as_records, success_protocols
-from malmen.metrics import METRICS
+from malmen.metrics import FOLLOWING, METRICS
 
 
 def test_every_way_of_counting_a_metric_has_its_own_protocol() -> None:
     protocols = success_protocols("raw")
-    assert set(protocols) == {metric.name + way for metric in METRICS for way in SCORERS}
+    assert set(protocols) == {metric.name + way for metric in (*METRICS, *FOLLOWING) for way in SCORERS}
     of_edits = [protocol for name, protocol in protocols.items() if name.startswith("edit_success")]
     assert len({(protocol.decoding, protocol.scorer) for protocol in of_edits}) == len(SCORERS)
 
