@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from malmen.config import Config
-from malmen.data.records import EditRecord, Fact, unrelated_to_all
+from malmen.data.records import EditRecord, Fact, FactKind, facts_by_kind
 from malmen.data.tokens import EncodedFact, FactEncoder, TokenBatch, make_batches
 from malmen.edit_method import Rewrite
 from malmen.lm.generate import OnProgress, decode, generate_ids, part_of, up_to_the_end
@@ -18,7 +18,9 @@ from malmen.lm.model import LanguageModel, fact_encoder
 from malmen.lm.overlay import Shifts, edited
 from malmen.lm.own_text import evaluation_texts, rewritten_texts
 from malmen.measure.drift import Drift, drift_of_edit, drift_of_rounding
-from malmen.metrics import BEFORE, BY_TOKENS, ENDED, EXACT, FLOOR, GENERATED, METRICS, FactKind
+from malmen.measure.neighbours import measure_neighbours
+from malmen.measure.protocol import Measured, Protocol, success_protocols
+from malmen.metrics import BEFORE, BY_TOKENS, ENDED, EXACT, FLOOR, FOLLOWING, GENERATED, METRICS
 
 OWN_TEXTS = 48  # in each form of prompts, where nothing else is said
 _END_MARKS = ("\n", ".", ",", ";", ":", "!", "?")
@@ -65,12 +67,14 @@ class Evaluation:
     drift: dict[str, Drift] = field(default_factory=dict)  # along its own texts, by form of the prompts
     floor: dict[str, Drift] = field(default_factory=dict)  # the same of the unedited model, rounded to bfloat16
     facts: list[FactReport] = field(default_factory=list)
+    prompt_form: Literal["raw", "chat"] = "raw"  # of ES, GS and LS
+    measured: list[Measured] = field(default_factory=list)  # by other yardsticks
 
     def scores(self) -> dict[str, Any]:
         """Flat numbers for tables, files and trackers."""
         flat: dict[str, Any] = {"edits": self.edits}
         for suffix, table in (("", self.after), (BEFORE, self.before)):
-            for metric in METRICS:
+            for metric in (*METRICS, *(metric for metric in FOLLOWING if metric.kind in table)):
                 for way, share in zip((BY_TOKENS, EXACT, GENERATED, ENDED), astuple(table[metric.kind]), strict=True):
                     flat[metric.name + way + suffix] = share
         flat["locality_agreement"] = self.locality_agreement
@@ -80,7 +84,16 @@ class Evaluation:
         for suffix, drifts in (("", self.drift), (FLOOR, self.floor)):
             for form, drift in drifts.items():
                 flat |= {f"own_{form}_{name}{suffix}": value for name, value in vars(drift).items()}
+        for yardstick in self.measured:
+            flat |= yardstick.scores
         return flat
+
+    def protocols(self) -> dict[str, Protocol]:
+        """How shares of right answers were obtained, by name of the score, of those that were."""
+        scores, all_protocols = self.scores(), success_protocols(self.prompt_form)
+        for yardstick in self.measured:
+            all_protocols |= yardstick.protocols
+        return {name: protocol for name, protocol in all_protocols.items() if scores.get(name) is not None}
 
 
 class _Question(NamedTuple):
@@ -153,6 +166,8 @@ def evaluate(
         drift=drift,
         floor=floor,
         facts=[_report(lm, *of_fact) for of_fact in asked_and_answered],
+        prompt_form=config.data.prompt_format,
+        measured=measure_neighbours(lm, records, shifts, config, rewrite=rewrite) if generate else [],
     )
 
 
@@ -206,13 +221,8 @@ def predict_batches(
 
 
 def _questions(encoder: FactEncoder, records: Sequence[EditRecord]) -> list[_Question]:
-    facts: dict[FactKind, list[Fact]] = {
-        "edit": [record.edit for record in records],
-        "equivalent": [fact for record in records for fact in record.equivalents],
-        "unrelated": [fact for unrelated in unrelated_to_all(records) for fact in unrelated],
-    }
     questions = []
-    for kind, listed in facts.items():
+    for kind, listed in facts_by_kind(records).items():
         encoded = [encoder.encode(fact) for fact in listed]
         longest = max((len(fact.targets) for fact in encoded), default=0) + 1  # one more, to see whether the text ends
         for fact, tokens in zip(listed, encoded, strict=True):
@@ -238,12 +248,14 @@ def _successes(
     lm: LanguageModel, questions: Sequence[_Question], answers: Sequence[_Answer]
 ) -> dict[FactKind, Success]:
     successes: dict[FactKind, Success] = {}
-    for metric in METRICS:
+    for metric in (*METRICS, *FOLLOWING):
         answered = [
             (asked.encoded, answer)
             for asked, answer in zip(questions, answers, strict=True)
             if asked.kind == metric.kind
         ]
+        if metric in FOLLOWING and not answered:
+            continue
         hits = [
             [token == target for token, target in zip(answer.predicted, fact.targets, strict=True)]
             for fact, answer in answered

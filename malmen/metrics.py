@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import harmonic_mean
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-FactKind = Literal["edit", "equivalent", "unrelated"]
+from malmen.data.records import FactKind
 
 
 class Metric(NamedTuple):
@@ -23,11 +23,18 @@ METRICS = (
     Metric("locality_success", "LS", "unrelated"),
 )
 
+FOLLOWING = (  # what follows from an edit: reported where the records have it
+    Metric("portability_success", "portability", "portability"),
+    Metric("reversal_success", "reversal", "reversal"),
+)
+
 # What may follow a metric's name: how answers are counted, then `BEFORE` where the model is the unedited one.
 BY_TOKENS = ""  # answer tokens, teacher-forced: the paper's
 EXACT = "_exact"  # whole answers, teacher-forced
 GENERATED = "_generated"  # whole answers, generated
 ENDED = "_ended"  # whole answers, generated, after which the text ends
+DEPLOYED_EXACT = "_deployed_exact"  # whole answers as a user of the deployed model gets them, as texts
+DEPLOYED_CONTAINED = "_deployed_contained"  # the same, where the text may say more
 BEFORE = "_before"
 FLOOR = "_floor"  # after a measure along its own texts: of the unedited model, rounded to bfloat16
 

@@ -30,6 +30,8 @@ from malmen.lm.layers import edited_layers
 from malmen.lm.model import LanguageModel, fact_encoder, load_lm
 from malmen.lm.own_text import own_texts
 from malmen.lm_side import LMSide
+from malmen.measure.context import edits_in_context
+from malmen.measure.deployed import measure_deployed
 from malmen.meta import StepReport, meta_step, no_progress
 from malmen.runs.checkpoint import add_scores, load_editor, save_checkpoint
 from malmen.runs.checkpoint_lookup import read_state
@@ -166,16 +168,31 @@ def evaluate_editor(
     *,
     edits: int | None = None,
     generate: bool = True,
+    in_context: bool = False,
+    deployed: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Evaluation:
-    """Edit the first held-out records all at once, and evaluate the edit."""
+    """Edit the first held-out records all at once, and evaluate the edit; on demand also behind other text, and by the
+    answers that a user of the deployed model gets."""
     chosen = check_enough(records, edits or config.training.eval_edits or config.training.num_edits)
-    solved = editor.edit(lm, edits_of(chosen))
-    return evaluate(
+    solved, parts = editor.edit(lm, edits_of(chosen)), 1 + in_context + deployed
+    rewrite = rewrite_of(solved)
+    evaluation = evaluate(
         lm, chosen, solved.shifts, config,
-        generate=generate, own_texts=OWN_TEXTS, residual=solved.mean_residual(), rewrite=rewrite_of(solved),
-        on_progress=on_progress,
+        generate=generate, own_texts=OWN_TEXTS, residual=solved.mean_residual(), rewrite=rewrite,
+        on_progress=part_of(on_progress, 0, parts),
     )  # fmt: skip
+    if in_context:
+        facts, progress = [record.edit for record in chosen], part_of(on_progress, 1, parts)
+        evaluation.measured.append(
+            edits_in_context(lm, facts, solved.shifts, config, rewrite=rewrite, generate=generate, on_progress=progress)
+        )
+    if deployed:
+        progress = part_of(on_progress, parts - 1, parts)
+        evaluation.measured.append(
+            measure_deployed(lm, chosen, solved.shifts, config, rewrite=rewrite, on_progress=progress)
+        )
+    return evaluation
 
 
 def evaluate_sets(
@@ -187,6 +204,8 @@ def evaluate_sets(
     sets: int,
     edits: int,
     generate: bool = True,
+    in_context: bool = False,
+    deployed: bool = False,
     on_progress: OnProgress | None = None,
 ) -> list[Evaluation]:
     """Evaluations of several disjoint sets of edits, each of the unedited model."""
@@ -194,9 +213,11 @@ def evaluate_sets(
     evaluations = []
     for number in range(sets):
         part, progress = chosen[number * edits : (number + 1) * edits], part_of(on_progress, number, sets)
-        evaluations.append(
-            evaluate_editor(lm, editor, part, config, edits=edits, generate=generate, on_progress=progress)
-        )
+        evaluation = evaluate_editor(
+            lm, editor, part, config,
+            edits=edits, generate=generate, in_context=in_context, deployed=deployed, on_progress=progress,
+        )  # fmt: skip
+        evaluations.append(evaluation)
     return evaluations
 
 

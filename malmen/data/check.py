@@ -24,6 +24,9 @@ class Report:
     equivalents: int
     unrelated: int
     problems: list[Problem]
+    portability: int = 0
+    reversal: int = 0
+    neighbours: int = 0
 
     @property
     def ok(self) -> bool:
@@ -50,6 +53,12 @@ class Report:
         if len(self.problems) > limit:
             lines.append(f"... and {len(self.problems) - limit} more problems")
         counts = {"record": self.records, "equivalent": self.equivalents, "unrelated tuple": self.unrelated}
+        further = {
+            "consequence": self.portability,
+            "reversed fact": self.reversal,
+            "neighbour": self.neighbours,
+        }
+        counts |= {noun: number for noun, number in further.items() if number}
         content = ", ".join(_count(number, noun) for noun, number in counts.items())
         problems = f"{_count(len(self.errors), 'error')}, {_count(len(self.warnings), 'warning')}"
         return "\n".join([*lines, f"{self.path} ({self.format}): {content}; {problems}"])
@@ -65,10 +74,16 @@ def check_file(path: str | Path, format: str = "auto", max_chars: int = 2000) ->
         *(problem for row in parsed.rows for problem in _check_texts(row, max_chars)),
         *_check_repeats(parsed),
     ]
-    equivalents = sum(len(record.equivalents) for record in records)
-    unrelated = sum(len(record.unrelated) for record in records)
     problems.sort(key=lambda problem: problem.line)
-    return Report(str(path), parsed.format, parsed.unit, len(records), equivalents, unrelated, problems)
+    return Report(
+        str(path), parsed.format, parsed.unit, len(records),
+        equivalents=sum(len(record.equivalents) for record in records),
+        unrelated=sum(len(record.unrelated) for record in records),
+        problems=problems,
+        portability=sum(len(record.portability) for record in records),
+        reversal=sum(len(record.reversal) for record in records),
+        neighbours=sum(len(record.neighbours) for record in records),
+    )  # fmt: skip
 
 
 def _check_texts(row: ParsedRow, max_chars: int) -> Iterator[Problem]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from malmen.data.consequences import read_consequences
 from malmen.data.records import EditRecord, Fact
 from malmen.data.rows import Problem, Rows, describe, names, quote
 from malmen.errors import UsageError
@@ -15,7 +16,9 @@ MIN_JACCARD = 0.8  # word overlap below which a near-paraphrase often has anothe
 SUPPORTS, REFUTES = "SUPPORTS", "REFUTES"
 _OPPOSITE = {SUPPORTS: REFUTES, REFUTES: SUPPORTS, "": ""}
 _LABELS = {SUPPORTS: ("supports", "1", 1), REFUTES: ("refutes", "0", 0)}  # True is 1
-_OWN_FIELDS = ("prompt", "answer", "subject", "equivalents", "unrelated", "id")
+_OWN_FIELDS = (
+    "prompt", "answer", "subject", "equivalents", "unrelated", "portability", "reversal", "neighbours", "id",
+)  # fmt: skip
 Role = Literal["prompt", "answer"]
 
 
@@ -44,8 +47,8 @@ class ParsedRow:
     def __contains__(self, name: str) -> bool:
         return name in self.values
 
-    def complain(self, name: str, message: str, remedy: str) -> None:
-        self.problems.append(Problem(self.line, self.path + name, message, remedy))
+    def complain(self, name: str, message: str, remedy: str, severity: Literal["error", "warning"] = "error") -> None:
+        self.problems.append(Problem(self.line, self.path + name, message, remedy, severity))
 
     def first_of(self, *candidates: str) -> str:
         """The first of the names that the row has; the first name if it has none."""
@@ -219,14 +222,44 @@ def _parse(row: ParsedRow, format: Format) -> ParsedRow:
         if fact.prompt and fact.prompt in changing:
             message = f"an unrelated tuple has the prompt of {changing[fact.prompt]}: it cannot both stay and change"
             row.complain(format.unrelated, message, "Replace it by a prompt whose answer must stay.")
-    row.record = None if row.problems else record
+    broken = any(problem.severity == "error" for problem in row.problems)
+    row.record = None if broken else record
     return row
 
 
 def _parse_malmen(row: ParsedRow) -> EditRecord:
     row.only(*_OWN_FIELDS)
     edit = Fact(row.text("prompt", "prompt"), row.text("answer", "answer"), row.subject())
-    return EditRecord(edit, row.facts("equivalents", edit.answer), row.facts("unrelated"), row.id())
+    neighbours = row.texts_of("neighbours", "prompt") if "neighbours" in row else []
+    record = EditRecord(
+        edit, row.facts("equivalents", edit.answer), row.facts("unrelated"), row.id(),
+        row.facts("portability"), row.facts("reversal"), tuple(dict.fromkeys(neighbours)),
+    )  # fmt: skip
+    for prompt in set(neighbours) - set(_staying(record)):
+        message = f"the neighbour {quote(prompt)} is a prompt of the record: it cannot both stay and change"
+        row.complain("neighbours", message, "Replace it by a prompt whose answer must stay.")
+    return record
+
+
+def _with_consequences(row: ParsedRow, record: EditRecord, subject: str = "") -> EditRecord:
+    """The record with what a row of a public benchmark says of what follows and of what stays."""
+    found = read_consequences(row.values, subject)
+    for name, number in found.unread.items():
+        message = f"{number} of its items have no prompt or no answer and are left out"
+        row.complain(name, message, "Complete them, or leave them out of the file.", "warning")
+    record = replace(
+        record,
+        portability=tuple(found.portability),
+        reversal=tuple(found.reversal),
+        neighbours=tuple(dict.fromkeys(found.neighbours)),
+    )
+    return replace(record, neighbours=_staying(record))
+
+
+def _staying(record: EditRecord) -> tuple[str, ...]:
+    """The neighbours that the record itself does not change."""
+    changed = (record.edit, *record.equivalents, *record.portability, *record.reversal)
+    return tuple(prompt for prompt in record.neighbours if prompt not in {fact.prompt for fact in changed})
 
 
 def _parse_zsre(row: ParsedRow) -> EditRecord:
@@ -237,22 +270,51 @@ def _parse_zsre(row: ParsedRow) -> EditRecord:
     unrelated = Fact(
         row.text("loc", "prompt", without="nq question: "), row.text("loc_ans", "answer", without="nq answer: ")
     )
-    return EditRecord(edit, _same_answer(rephrasings, edit.answer), (unrelated,), row.id())
+    record = EditRecord(edit, _same_answer(rephrasings, edit.answer), (unrelated,), row.id())
+    return _with_consequences(row, record, edit.subject or "")
 
 
 def _parse_counterfact(row: ParsedRow) -> EditRecord:
-    prompt, rephrasings = row.text("prompt", "prompt"), row.texts_of("rephrase_prompt", "prompt")
+    if "requested_rewrite" in row:
+        return _parse_rewrite(row)
+    nested = isinstance(row.values.get("locality"), dict) or isinstance(row.values.get("portability"), dict)
+    rephrasing = row.first_of("rephrase_prompt", "rephrase")
+    prompt = row.text("prompt", "prompt")
+    rephrasings = row.texts_of(rephrasing, "prompt") if rephrasing in row or not nested else []
     if any("{}" in text for text in [prompt, *rephrasings]):
         subject = row.text("subject", "prompt")
         prompt, *rephrasings = (text.replace("{}", subject) for text in [prompt, *rephrasings])
     edit = Fact(prompt, row.text("target_new", "answer"), row.subject_in(prompt))
-    prompts, answers = row.texts_of("locality_prompt", "prompt"), row.texts_of("locality_ground_truth", "answer")
+    prompts, answers = [], []
+    if "locality_prompt" in row or not nested:
+        prompts, answers = row.texts_of("locality_prompt", "prompt"), row.texts_of("locality_ground_truth", "answer")
     answers = answers * len(prompts) if len(answers) == 1 else answers
     if len(answers) != len(prompts):
         message = f"has {len(answers)} answers for {len(prompts)} prompts in `locality_prompt`"
         row.complain("locality_ground_truth", message, "Give one answer for all prompts, or one for each.")
     unrelated = tuple(Fact(*pair) for pair in zip(prompts, answers, strict=False))
-    return EditRecord(edit, _same_answer(rephrasings, edit.answer), unrelated, row.id("case_id"))
+    record = EditRecord(edit, _same_answer(rephrasings, edit.answer), unrelated, row.id("case_id"))
+    return _with_consequences(row, record, edit.subject or "")
+
+
+def _parse_rewrite(row: ParsedRow) -> EditRecord:
+    """ROME's CounterFact: the edit is an object of its own, and nothing unrelated has an answer of its own."""
+    rewrite = row.values["requested_rewrite"]
+    if not isinstance(rewrite, dict):
+        row.complain("requested_rewrite", f"is {describe(rewrite)}, expected an object", "Take the row as it was.")
+        return EditRecord(Fact("", ""))
+    part = ParsedRow(row.line, rewrite, "requested_rewrite.")
+    subject = part.text("subject", "prompt")
+    target = part.values.get("target_new")
+    new = ParsedRow(row.line, target if isinstance(target, dict) else {"str": target}, "requested_rewrite.target_new.")
+    prompt = part.text("prompt", "prompt").replace("{}", subject)
+    edit = Fact(prompt, new.text("str", "answer"), part.subject_in(prompt))
+    for inner in (part, new):
+        row.problems += inner.problems
+        row.texts += inner.texts
+    rephrasings = row.texts_of("paraphrase_prompts", "prompt") if "paraphrase_prompts" in row else []
+    record = EditRecord(edit, _same_answer(rephrasings, edit.answer), (), row.id("case_id"))
+    return _with_consequences(row, record, subject)
 
 
 def _parse_fever(row: ParsedRow) -> EditRecord:
@@ -298,9 +360,10 @@ FORMATS = {
         "loc", _parse_zsre,
     ),
     "counterfact": Format(
-        ({"prompt", "target_new"},),
+        ({"prompt", "target_new"}, {"requested_rewrite"}),
         (("prompt", "subject", "target_new", "rephrase_prompt", "locality_prompt", "locality_ground_truth",
-          "case_id"),),
+          "case_id"),
+         ("requested_rewrite", "paraphrase_prompts", "neighborhood_prompts", "case_id")),
         "locality_prompt", _parse_counterfact,
     ),
     "fever": Format(

@@ -37,6 +37,9 @@ def read_dataset(path: str | Path, format: str = "auto") -> Dataset:
     pairs = List({"prompt": text, "answer": text})
     columns = {"prompt": text, "answer": text, "subject": text, "equivalents": pairs, "unrelated": pairs, "id": text}
     rows = [_as_row(record) for record in read_records(path, format)]
+    further = {"portability": pairs, "reversal": pairs, "neighbours": List(text)}
+    columns |= {name: kind for name, kind in further.items() if any(name in row for row in rows)}
+    rows = [{name: row.get(name, []) for name in columns} for row in rows]
     return Dataset.from_list(rows, features=Features(columns))
 
 
@@ -67,7 +70,12 @@ def _records(parsed: ParsedFile, source: str) -> list[EditRecord]:
 
 def _as_row(record: EditRecord) -> dict[str, object]:
     others = {"equivalents": _as_pairs(record.equivalents), "unrelated": _as_pairs(record.unrelated)}
-    return {**asdict(record.edit), **others, "id": record.id}
+    further = {
+        "portability": _as_pairs(record.portability),
+        "reversal": _as_pairs(record.reversal),
+        "neighbours": list(record.neighbours),
+    }
+    return {**asdict(record.edit), **others, "id": record.id, **{name: row for name, row in further.items() if row}}
 
 
 def _as_pairs(facts: Iterable[Fact]) -> list[dict[str, str]]:

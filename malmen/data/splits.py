@@ -78,7 +78,8 @@ def check_encodable(
     """EditError for a fact that the model's `encoder` refuses, before hours of work instead of after them."""
     short = encoder.max_length - len(encoder.prompt_ids("?")) - 1  # BOS and chat template need room too
     for record in records:
-        for fact in (record.edit, *record.equivalents, *record.unrelated):
+        following = (*record.portability, *record.reversal)
+        for fact in (record.edit, *record.equivalents, *record.unrelated, *following):
             # No tokenizer makes more tokens than bytes, so short texts fit; a classifier may not know the answer.
             if encoder.kind == "classifier" or len(f"{fact.prompt} {fact.answer}".encode()) >= short:
                 (encode or encoder.encode)(fact)

@@ -20,6 +20,8 @@ from malmen.errors import EditError
 log = logging.getLogger(__name__)
 
 Kind = Literal["decoder", "encoder-decoder", "classifier"]
+Turn = tuple[str, str]  # of a chat: what the user wrote, and the model's answer
+_ROLES = ("user", "assistant")
 CLASSES = ("REFUTES", "SUPPORTS")  # a classifier's answers, by index
 _FREE_PADDING = 64  # padded tokens of a micro-batch that cost no more than another micro-batch would
 _PADDING_SHARE = 0.05  # of its tokens, which may be padded beside them
@@ -137,11 +139,11 @@ class FactEncoder:
         longest = max(len(encoded.input_ids), len(encoded.encoder_ids or ()))
         return encoded if longest <= self.max_length else self._shorten(fact, encoded)
 
-    def generation_ids(self, prompt: str, max_new_tokens: int) -> list[int]:
+    def generation_ids(self, prompt: str, max_new_tokens: int, earlier: Sequence[Turn] = ()) -> list[int]:
         """The prompt to generate from, cut so that it leaves room for the answer."""
         if not prompt.strip():
             raise EditError("cannot answer an empty prompt")
-        ids = self.prompt_ids(prompt)
+        ids = self.prompt_ids(prompt, earlier)
         room = self.max_length - (max_new_tokens - 1 if self.kind == "decoder" else 0)  # the last one is not read
         if len(ids) <= room:
             return ids
@@ -153,23 +155,33 @@ class FactEncoder:
         self._count_truncation(prompt, room)
         return self._cut(ids, room)
 
-    def prompt_ids(self, prompt: str) -> list[int]:
+    def prompt_ids(self, prompt: str, earlier: Sequence[Turn] = ()) -> list[int]:
         """The prompt alone, as the model reads it before it answers."""
-        text, special = self.prompt_text(prompt)
+        text, special = self.prompt_text(prompt, earlier)
         ids = list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
         if self.kind == "decoder" and len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id:
             ids.pop()  # some tokenizers end every text, which would end the prompt before the answer
         return ids
 
-    def prompt_text(self, prompt: str) -> tuple[str, bool]:
-        """The prompt in its template, and whether the tokenizer is to add its special tokens."""
+    def prompt_text(self, prompt: str, earlier: Sequence[Turn] = ()) -> tuple[str, bool]:
+        """The prompt in its template, and whether the tokenizer is to add its special tokens. Only a chat template has
+        `earlier` turns."""
         if self.prompt_format != "chat":
+            assert not earlier, f"{len(earlier)} earlier turns in the form {self.prompt_format}"
             return prompt, self.prompt_format == "raw"
         if not getattr(self.tokenizer, "chat_template", None):
             raise EditError("prompt_format is `chat`, but this model's tokenizer has no chat template; use `raw`")
-        turns = [{"role": "user", "content": prompt}]
+        said = [{"role": role, "content": text} for turn in earlier for role, text in zip(_ROLES, turn, strict=True)]
+        turns = [*said, {"role": "user", "content": prompt}]
         text = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         return text, False  # the template writes its own BOS
+
+    def answered(self, prompt_ids: Sequence[int], targets: Sequence[int]) -> EncodedFact:
+        """These tokens of an answer behind those of a prompt."""
+        assert self.kind != "classifier", "a classifier's answer is no text"
+        if self.kind == "encoder-decoder":
+            return EncodedFact([self.decoder_start, *targets[:-1]], 0, list(targets), list(prompt_ids))
+        return EncodedFact([*prompt_ids, *targets[:-1]], len(prompt_ids) - 1, list(targets))
 
     def _decoder(self, fact: Fact) -> EncodedFact:
         prompt = self.prompt_ids(fact.prompt)

@@ -35,8 +35,16 @@ def generate_ids(
         raise EditError("a classifier does not generate text; use `malmen eval` to see its answers")
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     encoded = [encoder.generation_ids(prompt, limit) for prompt, limit in zip(prompts, limits, strict=True)]
+    return continue_prompts(lm, encoded, limits, token_budget, on_progress)
+
+
+def continue_prompts(
+    lm: LanguageModel, prompts: Sequence[Sequence[int]], limits: Sequence[int], token_budget: int = 4096,
+    on_progress: OnProgress | None = None, *, must_say: bool = False,
+) -> list[list[int]]:  # fmt: skip
+    """The same of prompts in tokens, in at most `limits` tokens each. With `must_say` no text ends before its limit."""
     by_length: dict[int, list[int]] = {}
-    for index, ids in enumerate(encoded):
+    for index, ids in enumerate(prompts):
         by_length.setdefault(len(ids), []).append(index)
     continuations: dict[int, list[int]] = {}
     for length, indices in by_length.items():
@@ -44,7 +52,7 @@ def generate_ids(
         batch_size = max(1, token_budget // (length + limit))
         for first in range(0, len(indices), batch_size):
             batch = indices[first : first + batch_size]
-            rows = continue_rows(lm, [encoded[index] for index in batch], limit)
+            rows = continue_rows(lm, [prompts[index] for index in batch], limit, must_say=must_say)
             for index, ids in zip(batch, rows, strict=True):
                 continuations[index] = ids[: limits[index]]
             if on_progress:
@@ -54,9 +62,11 @@ def generate_ids(
 
 @torch.no_grad()
 def continue_rows(
-    lm: LanguageModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, sampled: bool = False
-) -> list[list[int]]:
-    """What follows these prompts: the most probable tokens, or tokens drawn at temperature 1.
+    lm: LanguageModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, sampled: bool = False,
+    must_say: bool = False,
+) -> list[list[int]]:  # fmt: skip
+    """What follows these prompts: the most probable tokens, or tokens drawn at temperature 1. With `must_say` the end
+    mark is never chosen.
 
     Shorter prompts are padded, which may change a token where two are equally probable but for rounding.
     """
@@ -70,14 +80,14 @@ def continue_rows(
         return torch.tensor([some + row if left else row + some for some, row in sides], device=lm.device)
 
     inputs, mask = padded(prompts, lm.pad_id), padded(ones, 0)
-    with _settings(lm, max_new_tokens, sampled) as settings:
+    with _settings(lm, max_new_tokens, sampled, must_say) as settings:
         outputs = cast(Any, lm.model).generate(inputs, attention_mask=mask, generation_config=settings)
     rows: list[list[int]] = outputs[:, inputs.shape[1] if lm.kind == "decoder" else 1 :].tolist()
     return rows
 
 
 @contextmanager
-def _settings(lm: LanguageModel, max_new_tokens: int, sampled: bool) -> Iterator[GenerationConfig]:
+def _settings(lm: LanguageModel, max_new_tokens: int, sampled: bool, must_say: bool) -> Iterator[GenerationConfig]:
     """The settings to generate with. Inside, the model has none of its own: instruction-tuned models ship penalties and
     the like, which would apply wherever ours leave a setting open."""
     model = cast(Any, lm.model)
@@ -87,6 +97,7 @@ def _settings(lm: LanguageModel, max_new_tokens: int, sampled: bool) -> Iterator
             do_sample=sampled,
             top_k=0 if sampled else None,
             max_new_tokens=max_new_tokens,
+            min_new_tokens=max_new_tokens if must_say else None,
             pad_token_id=lm.pad_id,
             eos_token_id=lm.tokenizer.eos_token_id,
             decoder_start_token_id=lm.decoder_start if lm.kind == "encoder-decoder" else None,

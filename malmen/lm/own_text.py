@@ -81,8 +81,15 @@ def evaluation_texts(
     on_progress: OnProgress | None = None,
 ) -> dict[Form, list[EncodedFact]]:  # fmt: skip
     """By form, greedy texts after the first `number` different prompts of unrelated facts that no record edits."""
-    prompts = _evaluation_prompts(records, number)
-    forms = find_forms(lm, config.own_text)
+    prompts, forms = _evaluation_prompts(records, number), find_forms(lm, config.own_text)
+    return texts_after(lm, config, prompts, forms, on_progress)
+
+
+def texts_after(
+    lm: LanguageModel, config: Config, prompts: Sequence[str], forms: Sequence[Form],
+    on_progress: OnProgress | None = None,
+) -> dict[Form, list[EncodedFact]]:  # fmt: skip
+    """By form, a greedy text after each prompt."""
     starts = [Start(prompt, _prompt_ids(lm, config, form, prompt), form, False) for form in forms for prompt in prompts]
     texts = write_texts(lm, starts, config.own_text.max_tokens, config.seed, on_progress=on_progress)
     return {form: texts[place * len(prompts) : (place + 1) * len(prompts)] for place, form in enumerate(forms)}
@@ -98,10 +105,19 @@ def rewritten_texts(
     rewrite: Callable[[str], str],
 ) -> dict[Form, list[EncodedFact]]:  # fmt: skip
     """The `evaluation_texts` of these records as they stand behind what is read in place of their prompts."""
+    number = max(map(len, texts.values()), default=0)
+    return texts_behind(lm, config, _evaluation_prompts(records, number), texts, rewrite)
+
+
+def texts_behind(
+    lm: LanguageModel, config: Config, prompts: Sequence[str], texts: Mapping[Form, Sequence[EncodedFact]],
+    rewrite: Callable[[str], str],
+) -> dict[Form, list[EncodedFact]]:  # fmt: skip
+    """The `texts_after` these prompts, behind what is read in their place."""
     return {
         form: [
             _as_fact(lm, Start(prompt, _prompt_ids(lm, config, form, rewrite(prompt)), form, False), text.targets)
-            for prompt, text in zip(_evaluation_prompts(records, len(written)), written, strict=True)
+            for prompt, text in zip(prompts, written, strict=True)
         ]
         for form, written in texts.items()
     }

@@ -12,13 +12,16 @@ from rich.table import Table
 from rich.text import Text
 
 from malmen.errors import EditError, UsageError
+from malmen.measure.protocol import as_records
 from malmen.methods.registry import METHODS
 from malmen.platform.cli.options import (
     REGISTRY,
     AsJson,
+    Deployed,
     EditFolder,
     EditorFolder,
     Generate,
+    InContext,
     Method,
     MethodConfig,
     MethodOverrides,
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from malmen.config import Config
     from malmen.data.records import EditRecord
     from malmen.edit_method import EditMethod
+    from malmen.evaluate import Evaluation
     from malmen.lm.model import LanguageModel
     from malmen.lm.overlay import Shifts
 
@@ -84,14 +88,15 @@ def edit(
         "editor": loaded.about,
         "facts": [asdict(record.edit) for record in records],
         "scores": evaluation.scores(),
+        "protocol": as_records(evaluation.protocols()),
     }
     save_edit(folder, solved.shifts, manifest)
     if as_json:
-        print_json({**evaluation.scores(), "out": str(folder), "facts": [asdict(fact) for fact in evaluation.facts]})
+        print_json({**_result(evaluation), "out": str(folder), "facts": [asdict(fact) for fact in evaluation.facts]})
         return
     edits = [fact for fact in evaluation.facts if fact.role == "edit"]
     out.print(facts_table(edits[:50], f"{len(edits)} facts" + (", the first 50" if len(edits) > 50 else "")))
-    show_scores(evaluation.scores())
+    show_scores(evaluation.scores(), evaluation.protocols())
     err.print(f'The edit is in {folder}. Next: malmen generate --edits {folder} "a prompt"')
 
 
@@ -105,6 +110,8 @@ def evaluate(
     sets: Annotated[int, typer.Option(min=1, help="how many disjoint sets of edits to measure one by one")] = 1,
     model: ModelName = None,
     generate: Generate = True,
+    in_context: InContext = False,
+    deployed: Deployed = False,
     as_json: AsJson = False,
 ) -> None:
     """Edit held-out records at once and measure how well the edits hold (ES, GS, LS)."""
@@ -122,16 +129,16 @@ def evaluate(
     with counted(f"editing {sets} × {number} records and measuring") as on_progress:
         evaluations = evaluate_sets(
             loaded.lm, loaded.method, held_out, settings,
-            sets=sets, edits=number, generate=generate, on_progress=on_progress,
+            sets=sets, edits=number, generate=generate, in_context=in_context, deployed=deployed,
+            on_progress=on_progress,
         )  # fmt: skip
-    scores = [evaluation.scores() for evaluation in evaluations]
     if as_json:
-        rows = [{**evaluation.scores(), "shift_ratio": evaluation.shift_ratio} for evaluation in evaluations]
+        rows = [_result(evaluation) for evaluation in evaluations]
         print_json(rows[0] if sets == 1 else {"sets": rows, "mean": mean_scores(rows)})
     elif sets == 1:
-        show_scores(scores[0])
+        show_scores(evaluations[0].scores(), evaluations[0].protocols())
     else:
-        out.print(spread_table(scores))
+        out.print(spread_table([evaluation.scores() for evaluation in evaluations], evaluations[0].protocols()))
 
 
 def generate(
@@ -243,6 +250,12 @@ def load_edited_model(edits: Path, model: str | None) -> tuple[LanguageModel, Sh
         lm = load_lm(settings.model_copy(update={"name": model}) if model else settings)
     shifts, _ = load_edit(edits, lm)
     return lm, shifts, manifest
+
+
+def _result(evaluation: Evaluation) -> dict[str, Any]:
+    """One evaluation for JSON: its scores, and how they were obtained."""
+    protocol = as_records(evaluation.protocols())
+    return {**evaluation.scores(), "shift_ratio": evaluation.shift_ratio, "protocol": protocol}
 
 
 def mean_scores(rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -50,6 +50,16 @@ WeightsMethod = Annotated[  # of a command that saves the edit
 MethodConfig = Annotated[
     str | None, typer.Option("--config", help="for a method without an --editor: a YAML file, or a shipped config")
 ]
+InContext = Annotated[
+    bool, typer.Option("--in-context", help="also ask the edits behind a neutral sentence and behind their old answer")
+]
+Deployed = Annotated[
+    bool,
+    typer.Option(
+        "--deployed",
+        help="also compare answers as a user gets them: in the chat template, cut where they end, as texts",
+    ),
+]
 Generate = Annotated[bool, typer.Option(help="also compare generated answers")]
 
 

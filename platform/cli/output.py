@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -10,18 +11,37 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from malmen.metrics import BEFORE, BY_TOKENS, ENDED, EXACT, FLOOR, METRICS
+from malmen.metrics import (
+    BEFORE,
+    BY_TOKENS,
+    DEPLOYED_CONTAINED,
+    DEPLOYED_EXACT,
+    ENDED,
+    EXACT,
+    FLOOR,
+    FOLLOWING,
+    GENERATED,
+    METRICS,
+    Metric,
+)
 from malmen.runs.files import json_text
 
 if TYPE_CHECKING:
     from malmen.evaluate import FactReport
+    from malmen.measure.protocol import Protocol
 
 # No markup: what is printed holds prompts, answers and paths of users.
 out = Console(markup=False, highlight=False)
 err = Console(stderr=True, markup=False, highlight=False)
 
-_ASKED = {"edit": "the edits", "equivalent": "rephrasings", "unrelated": "unrelated"}
-_FORMS = {"raw": "raw prompts", "chat": "the chat template"}
+_ASKED = {
+    "edit": "the edits",
+    "equivalent": "rephrasings",
+    "unrelated": "unrelated",
+    "portability": "what follows",
+    "reversal": "reversed",
+}
+_ALONG = {"own_raw": "raw prompts", "own_chat": "the chat template", "neighbours": "neighbours of the edits"}
 _DRIFT = {
     "kl": "KL",
     "kl_p95": "its 95th percentile",
@@ -31,6 +51,8 @@ _DRIFT = {
     "unchanged_20": "20 tokens",
 }
 _COUNTED = {BY_TOKENS: "tokens", EXACT: "whole answers", ENDED: "generated, ends there"}
+_DEPLOYED = {DEPLOYED_EXACT: "the answer alone", DEPLOYED_CONTAINED: "contained"}
+_IN_CONTEXT = {BY_TOKENS: "tokens", EXACT: "whole answers", GENERATED: "generated"}
 
 
 def print_json(value: Any) -> None:
@@ -46,9 +68,11 @@ def show(value: Any, text: str, as_json: bool) -> None:
         out.print(text, soft_wrap=True)
 
 
-def numbers_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def numbers_table(
+    title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], caption: str | None = None
+) -> Table:
     """A table with names in its first column and numbers in the others."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     for place, heading in enumerate(headings):
         table.add_column(heading, justify="right" if place else "left")
     for row in rows:
@@ -73,19 +97,63 @@ def percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f}"
 
 
-def scores_table(scores: Mapping[str, Any]) -> Table:
-    """`Evaluation.scores`: before → after, for each metric and way of counting."""
+def scores_table(scores: Mapping[str, Any], protocols: Mapping[str, Protocol] | None = None) -> Table:
+    """`Evaluation.scores`: before → after, for each metric and way of counting; how they were obtained below."""
     suffixes = [way for way in _COUNTED if any(scores.get(metric.name + way) is not None for metric in METRICS)]
-    rows = []
-    for metric in METRICS:
-        names = [metric.name + suffix for suffix in suffixes]
-        cells = [f"{percent(scores.get(name + BEFORE))} → {percent(scores.get(name))}" for name in names]
-        rows.append([f"{_ASKED[metric.kind]} ({metric.label})", *cells])
+    following = [metric for metric in FOLLOWING if metric.name in scores]
+    rows = [_shares_row(metric, suffixes, scores) for metric in (*METRICS, *following)]
     title = f"{scores['edits']} edits at once: right answers in %, before → after"
-    return numbers_table(title, ["asked", *(_COUNTED[suffix] for suffix in suffixes)], rows)
+    headings = [_COUNTED[suffix] for suffix in suffixes]
+    ways = {_COUNTED[way]: (protocols or {}).get(METRICS[0].name + way) for way in suffixes}
+    return numbers_table(title, ["asked", *headings], rows, _caption(ways, with_prompt=True))
 
 
-def spread_table(rows: list[dict[str, Any]]) -> Table:
+def _shares_row(metric: Metric, ways: Sequence[str], scores: Mapping[str, Any]) -> list[str]:
+    names = [metric.name + way for way in ways]
+    cells = [f"{percent(scores.get(name + BEFORE))} → {percent(scores.get(name))}" for name in names]
+    return [f"{_ASKED[metric.kind]} ({metric.label})", *cells]
+
+
+def context_table(scores: Mapping[str, Any], protocols: Mapping[str, Protocol]) -> Table | None:
+    """`edits_in_context`: ES behind other text, beside ES alone; a row for each form of prompts and context."""
+    prefix = f"{METRICS[0].name}_in_context_"
+    contexts = [name for name in protocols if name.startswith(prefix) and not name.endswith((EXACT, GENERATED))]
+    if not contexts:
+        return None
+    ways = [way for way in _IN_CONTEXT if scores.get(contexts[0] + way) is not None]
+    rows = []
+    for name in contexts:
+        cells = [f"{percent(scores.get(name + way + BEFORE))} → {percent(scores.get(name + way))}" for way in ways]
+        rows.append((protocols[name].prompt, str(protocols[name].questions), *cells))
+    title = "the edits in context: right answers in %, before → after"
+    caption = _caption({_IN_CONTEXT[way]: protocols.get(contexts[0] + way) for way in ways})
+    return numbers_table(title, ["read", "questions", *(_IN_CONTEXT[way] for way in ways)], rows, caption)
+
+
+def deployed_table(scores: Mapping[str, Any], protocols: Mapping[str, Protocol]) -> Table | None:
+    """`measure_deployed`: ES, GS and LS of the answers that a user gets."""
+    ways = [way for way in _DEPLOYED if any(metric.name + way in protocols for metric in METRICS)]
+    if not ways:
+        return None
+    asked = [metric for metric in (*METRICS, *FOLLOWING) if metric.name + ways[0] in protocols]
+    columns = {_DEPLOYED[way]: protocols[asked[0].name + way] for way in ways}
+    return numbers_table(
+        "as deployed: right answers in %, before → after",
+        ["asked", *columns],
+        [_shares_row(metric, ways, scores) for metric in asked],
+        _caption(columns, with_prompt=True),
+    )
+
+
+def _caption(columns: Mapping[str, Protocol | None], *, with_prompt: bool = False) -> str | None:
+    """How the numbers of each column were obtained, a line each."""
+    known = {heading: protocol for heading, protocol in columns.items() if protocol is not None}
+    asked = [f"read: {protocol.prompt}" for protocol in list(known.values())[:1] if with_prompt]
+    lines = [f"{heading}: {protocol.decoding}; {protocol.scorer}" for heading, protocol in known.items()]
+    return "\n".join([*asked, *lines]) or None
+
+
+def spread_table(rows: list[dict[str, Any]], protocols: Mapping[str, Protocol] | None = None) -> Table:
     """Several evaluations: mean, least and largest of every score."""
     lines = []
     for name in rows[0]:
@@ -93,7 +161,11 @@ def spread_table(rows: list[dict[str, Any]]) -> Table:
         if values and name != "edits":
             lines.append((name, *(f"{value:.3f}" for value in (fmean(values), min(values), max(values)))))
     title = f"{len(rows)} sets of {rows[0]['edits']} edits"
-    return numbers_table(title, ("score", "mean", "least", "largest"), lines)
+    named: dict[str, list[str]] = {}
+    for name, protocol in (protocols or {}).items():
+        named.setdefault(str(replace(protocol, questions=None)), []).append(name)
+    caption = "\n".join(f"{', '.join(names)}: {protocol}" for protocol, names in named.items())
+    return numbers_table(title, ("score", "mean", "least", "largest"), lines, caption or None)
 
 
 def scores_footer(scores: Mapping[str, Any]) -> str:
@@ -101,32 +173,37 @@ def scores_footer(scores: Mapping[str, Any]) -> str:
     parts = [
         ("unrelated tokens predicted as by the unedited model {:.1f} %", "locality_agreement", 100),
         ("unrelated texts generated as by it {:.1f} %", "locality_agreement_generated", 100),
+        ("as deployed {:.1f} %", "locality_agreement_deployed", 100),
         ("largest ‖S‖/‖W‖ {:.3f}", "max_shift_ratio", 1),
         ("mean residual {:.3f}", "mean_residual", 1),
     ]
-    return " · ".join(text.format(factor * scores[name]) for text, name, factor in parts if scores[name] is not None)
+    return " · ".join(
+        text.format(factor * scores[name]) for text, name, factor in parts if scores.get(name) is not None
+    )
 
 
 def drift_table(scores: Mapping[str, Any]) -> Table | None:
     """`Evaluation.scores`: how far the edited model drifts along the unedited one's own texts, beside the floor."""
-    forms = [form for form in _FORMS if f"own_{form}_kl" in scores]
-    if not forms:
+    prefixes = [prefix for prefix in _ALONG if f"{prefix}_kl" in scores]
+    if not prefixes:
         return None
     lines = []
-    for form in forms:
-        for suffix, label in (("", _FORMS[form]), (FLOOR, "  rounding alone")):
-            values = [scores.get(f"own_{form}_{name}{suffix}") for name in _DRIFT]
+    for prefix in prefixes:
+        for suffix, label in (("", _ALONG[prefix]), (FLOOR, "  rounding alone")):
+            values = [scores.get(f"{prefix}_{name}{suffix}") for name in _DRIFT]
             if values[0] is not None:
                 lines.append((label, f"{values[0]:.4f}", f"{values[1]:.4f}", *map(percent, values[2:])))
     title = "the unedited model's own texts, under the edit: KL in nats per token, the rest in %"
     return numbers_table(title, ["after", *_DRIFT.values()], lines)
 
 
-def show_scores(scores: Mapping[str, Any]) -> None:
+def show_scores(scores: Mapping[str, Any], protocols: Mapping[str, Protocol] | None = None) -> None:
     """One evaluation as tables and a line below them."""
-    out.print(scores_table(scores))
-    if table := drift_table(scores):
-        out.print(table)
+    out.print(scores_table(scores, protocols))
+    known = protocols or {}
+    for table in (deployed_table(scores, known), context_table(scores, known), drift_table(scores)):
+        if table:
+            out.print(table)
     out.print(scores_footer(scores))
 
 

@@ -92,7 +92,7 @@ def _clear(folder: Path) -> None:
 def _show_quickstart(evaluation: Evaluation, folder: Path, seconds: float) -> None:
     examples = [fact for metric in METRICS for fact in [f for f in evaluation.facts if f.role == metric.kind][:3]]
     out.print(facts_table(examples, "A few answers of the model"))
-    show_scores(evaluation.scores())
+    show_scores(evaluation.scores(), evaluation.protocols())
     out.print(
         f"\nDone in {seconds:.0f} s. The editor, training.png and result.json are in {folder}.\n"
         "What to try next:\n"

@@ -91,6 +91,21 @@ def test_the_chat_template_writes_the_prompt(tokenizer: PreTrainedTokenizerFast)
     assert tokenizer.decode(encoded.targets) == "grand piano"
 
 
+def test_earlier_turns_stand_before_the_prompt_in_a_chat(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}[assistant]:"
+    encoder = FactEncoder(tokenizer, "decoder", prompt_format="chat")
+    text, special = encoder.prompt_text("Who?", [("Hello", "Good day")])
+    assert (text, special) == ("[user] Hello [assistant] Good day [user] Who? [assistant]:", False)
+    assert encoder.prompt_ids("Who?", []) == encoder.prompt_ids("Who?")
+
+
+def test_an_answer_in_tokens_stands_behind_a_prompt_as_an_encoded_one_does(tokenizer: PreTrainedTokenizerFast) -> None:
+    for kind in ("decoder", "encoder-decoder"):
+        encoder = FactEncoder(tokenizer, kind, decoder_start=7)  # type: ignore[arg-type]
+        fact = encoder.encode(FACT)
+        assert encoder.answered(encoder.prompt_ids(FACT.prompt), fact.targets) == fact
+
+
 def test_too_long_is_an_error_or_a_counted_warning(
     tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,7 +9,7 @@ from tiny_models import tiny_lm
 from malmen.config import DataConfig
 from malmen.data.world import world_records
 from malmen.errors import EditError
-from malmen.lm.generate import ask, decode, generate_ids
+from malmen.lm.generate import ask, continue_prompts, decode, generate_ids
 from malmen.lm.layers import find_layers
 from malmen.lm.model import LanguageModel, fact_encoder, load_lm
 from malmen.lm.overlay import edited
@@ -157,3 +157,11 @@ def test_a_prompt_that_leaves_no_room_for_the_answer_is_refused_or_truncated(lm:
     assert isinstance(ask(lm, "Who? " * 100, data=DataConfig(overlong="truncate")), str)
     with pytest.raises(EditError, match=r"more than the 64 that fit"):  # nothing would be left of the prompt
         ask(lm, prompt, 64, DataConfig(overlong="truncate"))
+
+
+def test_a_model_that_must_say_something_never_chooses_its_end_mark(lm: LanguageModel) -> None:
+    known = world_records("validation")[0].unrelated[0]
+    ids = [fact_encoder(lm, DataConfig()).prompt_ids(f"{known.prompt} {known.answer}")]
+    (free,), (forced,) = continue_prompts(lm, ids, [6]), continue_prompts(lm, ids, [6], must_say=True)
+    assert free[0] == lm.tokenizer.eos_token_id
+    assert len(forced) == 6 and lm.tokenizer.eos_token_id not in forced

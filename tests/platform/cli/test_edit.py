@@ -63,6 +63,26 @@ def test_a_rival_is_evaluated_with_its_own_settings(malmen: Malmen) -> None:
     assert code == 0 and scores["edit_success"] == scores["edit_success_before"] and scores["locality_agreement"] == 1
 
 
+@pytest.mark.slow
+def test_eval_in_context_states_how_each_number_was_obtained(malmen: Malmen) -> None:
+    command = ("eval", "--method", "ft", "--edits", 3, "--in-context", "--deployed", "baselines.ft.epochs=1")
+    code, said, _ = malmen(*command, "--json")
+    scores = json.loads(said)
+    protocol = scores["protocol"]
+    contexts = [f"edit_success_in_context_raw_{context}" for context in ("none", "neutral", "old_answer")]
+    assert code == 0 and all(0 <= scores[name + way] <= 1 for name in contexts for way in ("", "_generated", "_before"))
+    assert len({protocol[name]["prompt"] for name in contexts}) == 3
+    assert protocol["edit_success"]["decoding"] != protocol["edit_success_generated"]["decoding"]
+    assert all(scores[name] is not None for name in protocol)
+    assert protocol["edit_success_deployed_exact"]["scorer"] != protocol["edit_success_generated"]["scorer"]
+    code, said, _ = malmen(*command, "--no-generate")
+    words = " ".join(said.split())
+    assert code == 0 and "the edits in context" in words and "as deployed" in words
+    assert "cut at the end mark" in words and "teacher-forced: the most probable token" in words
+    code, said, _ = malmen(*command, "--sets", 2, "--no-generate")
+    assert code == 0 and "edit_success_in_context_raw_neutral_exact" in said and "every token is right" in said
+
+
 def test_retrieval_is_evaluated_by_what_the_model_reads(malmen: Malmen) -> None:
     """Only prompts with the very words of an edit are near here, so rephrasings stay as they were."""
     code, said, _ = malmen(

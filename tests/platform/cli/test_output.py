@@ -14,7 +14,17 @@ from rich.console import Console
 from malmen.config import DataConfig, ModelConfig
 from malmen.evaluate import Evaluation, FactReport, Success
 from malmen.lm.model import load_lm
-from malmen.platform.cli.output import facts_table, percent, scores_footer, scores_table, spread_table
+from malmen.measure.protocol import Protocol
+from malmen.platform.cli.output import (
+    context_table,
+    deployed_table,
+    drift_table,
+    facts_table,
+    percent,
+    scores_footer,
+    scores_table,
+    spread_table,
+)
 from malmen.runs.checkpoint import save_edit
 
 Run = Callable[..., tuple[int, str, str]]
@@ -89,3 +99,22 @@ def test_several_evaluations_are_shown_by_mean_least_and_largest() -> None:
     printed = _printed(spread_table(rows))
     assert "2 sets of 10 edits" in printed
     assert printed.split("│")[1:5] == [" a     ", " 0.500 ", " 0.250 ", "   0.750 "]
+
+
+def test_tables_of_the_yardsticks_state_how_their_numbers_were_obtained() -> None:
+    measure = Protocol("the raw prompt behind x", "decoded so", "scored so", 7)
+    deployed = ("edit_success_deployed_exact", "portability_success_deployed_exact")
+    protocols = dict.fromkeys(("edit_success_in_context_raw_neutral", *deployed), measure)
+    scores = dict.fromkeys((f"{name}{when}" for name in protocols for when in ("", "_before")), 0.5)
+    tables = {
+        "the raw prompt behind x": context_table(scores, protocols),
+        "what follows": deployed_table(scores, protocols),
+    }
+    for label, table in tables.items():
+        assert table is not None
+        printed = _printed(table)
+        assert label in printed and "50.0 → 50.0" in printed and "decoded so; scored so" in printed
+    assert context_table(scores, {}) is None and deployed_table(scores, {}) is None
+    names = ("kl", "kl_p95", "agreement", "sure_agreement", "unchanged_10", "unchanged_20")
+    drift = drift_table({f"neighbours_{name}": 0.25 for name in names})
+    assert drift is not None and "neighbours of the edits" in _printed(drift) and drift_table(scores) is None
