@@ -347,11 +347,9 @@ class Editor(nn.Module):
         net, index = self._find(name)
         if self.config.editor.regularisation:
             _add_grad(net.log_damping, index, pullback.damping_grad * damping)
-        learned = net.log_weights()
-        if any(log_weight is not None for log_weight in learned):
-            preserved = self._preserved(name, training=True)
-            assert preserved is not None
-            for log_weight, grad in zip(learned, pullback.weight_grads(shift, preserved), strict=True):
+        preserved = self._preserved(name, training=True)
+        if preserved is not None and self.config.editor.learn_preserved_weight:
+            for log_weight, grad in zip(net.log_weights(), pullback.weight_grads(shift, preserved), strict=True):
                 if log_weight is not None:
                     _add_grad(log_weight, index, grad)
 

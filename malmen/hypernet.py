@@ -147,9 +147,9 @@ class HyperNetwork(nn.Module):
         self.log_preserved_weight: nn.Parameter | None = None
         self.log_phrasing_weight: nn.Parameter | None = None
         self.terms = settings.preserved_terms
-        if settings.learn_preserved_weight and "unrelated" in self.terms:
+        if settings.learn_preserved_weight and settings.preserved_weight > 0:
             self.log_preserved_weight = scalars(math.log(settings.preserved_weight))
-        if settings.learn_preserved_weight and "phrasing" in self.terms:
+        if settings.learn_preserved_weight and settings.phrasing_weight > 0:
             self.log_phrasing_weight = scalars(math.log(settings.phrasing_weight))
         self.token_weight: nn.Parameter | None = None
         self.token_weight_scalars: nn.Parameter | None = None

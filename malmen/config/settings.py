@@ -89,8 +89,8 @@ class EditorConfig(Section):
     )
     learn_preserved_weight: bool = Field(
         default=False,
-        description="whether w and v are learned per layer, as their logarithms; `preserved_weight` and "
-        "`phrasing_weight` are where they start",
+        description="whether w and v are learned per layer, as their logarithms; they start at `preserved_weight` and "
+        "`phrasing_weight`, and what is 0 stays 0",
     )
     token_weights: Literal["equal", "learned"] = Field(
         default="equal",
@@ -100,12 +100,8 @@ class EditorConfig(Section):
 
     @model_validator(mode="after")
     def _has_a_weight_to_learn(self) -> EditorConfig:
-        weights = {"unrelated": self.preserved_weight, "phrasing": self.phrasing_weight}
-        if self.learn_preserved_weight and not all(weights[term] for term in self.preserved_terms or weights):
-            raise ValueError(
-                "learn_preserved_weight needs a preserved_weight, or a phrasing_weight without preserved_null_space, "
-                "above 0 to start from, e.g. 1"
-            )
+        if self.learn_preserved_weight and self.preserved_weight == 0 and self.phrasing_weight == 0:
+            raise ValueError("learn_preserved_weight needs a preserved_weight above 0 (or a phrasing_weight), e.g. 1")
         return self
 
     @property

@@ -136,7 +136,7 @@ def _kept(solved: Solved) -> tuple[list[tuple[str, int, int]], int]:
         kept += solution.factor.nbytes
         kept += solution.weights.nbytes if isinstance(solution, DualSolution | PreservingSolution) else 0
         if isinstance(solution, PreservingSolution):
-            kept += solution.spread.nbytes + total_bytes(vars(solution.metric).values())  # A's factor
+            kept += solution.spread.nbytes + solution.metric.factor.nbytes  # A's
         kept += part.all_keys.nbytes if isinstance(part, PartOfDual) else 0
     return found, kept
 
