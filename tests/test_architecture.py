@@ -139,12 +139,15 @@ def test_every_folder_of_modules_is_in_the_package_map() -> None:
 # --- rooms of a size that a reader can take in --------------------------------------------------------
 
 SMALL = {  # modules under 40 lines, each with the reason why it stands alone
+    "malmen/config/section.py": "what the settings of a run and those of rivals, which are part of them, are made of",
     "malmen/lm/losses.py": "the two losses of the paper, for tracing and for the meta loss",
     "platform/wire.py": "how tensors travel, for both sides of the wire",
     "serve/main.py": "`python -m malmen.serve.main`, where the command is not installed",
 }
 TESTED_ELSEWHERE = {  # modules without a mirrored test file, each with where its tests are
     "malmen/adam.py": "tests/malmen/test_editor.py",  # its state and schedule belong to the editor's step
+    "malmen/config/rivals.py": "tests/malmen/config/test_reading.py",
+    "malmen/config/section.py": "tests/malmen/config/test_reading.py",
     "malmen/config/settings.py": "tests/malmen/config/test_reading.py",  # settings as they are read
     "malmen/data/formats.py": "tests/malmen/data/test_readers.py",
     "malmen/data/rows.py": "tests/malmen/data/test_check.py",

@@ -1,4 +1,4 @@
-"""The settings of a run (`settings`) and how they are read from files and overrides (`reading`).
+"""The settings of a run (`settings`; of rivals: `rivals`) and how they are read from files and overrides (`reading`).
 
 Imports only `malmen.errors`. Everything public is imported from here: `from malmen.config import Config, load_config`.
 """
@@ -17,29 +17,31 @@ from malmen.config.reading import (
     stored_config,
     usage_error,
 )
-from malmen.config.settings import (
-    SPLIT,
+from malmen.config.rivals import (
     AlphaEditConfig,
     BaselinesConfig,
+    FineTuneConfig,
+    LoRAConfig,
+    MemitConfig,
+    MemitHistoryConfig,
+    MendConfig,
+    RetrievalConfig,
+    UltraEditConfig,
+)
+from malmen.config.section import Section
+from malmen.config.settings import (
+    SPLIT,
     BatchConfig,
     ClusterConfig,
     Config,
     DataConfig,
     EditorConfig,
-    FineTuneConfig,
     LMConfig,
-    LoRAConfig,
-    MemitConfig,
-    MemitHistoryConfig,
-    MendConfig,
     ModelConfig,
     OwnTextConfig,
     Parametrisation,
-    RetrievalConfig,
-    Section,
     TrackingConfig,
     TrainingConfig,
-    UltraEditConfig,
 )
 
 __all__ = [
