@@ -169,6 +169,12 @@ class DataConfig(Section):
         description="what must not change: the unrelated facts of the records, texts that the model itself writes "
         "(`own_text`), or as many of both",
     )
+    near_misses: int = Field(
+        default=0,
+        ge=0,
+        description="questions per edit that must not change either: other training records', worded like the edit but "
+        "about another subject, with what the model itself answers; `own_text.texts` of them at most are answered once",
+    )
     prompt_format: Literal["raw", "chat"] = Field(default="raw", description="`chat`: in the tokenizer's chat template")
     max_length: int = Field(default=512, gt=1, description="tokens of a fact, at most")
     overlong: Literal["error", "truncate"] = Field(default="error", description="what happens to longer facts")

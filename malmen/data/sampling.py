@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from malmen.config import Config
+from malmen.data.near_misses import NearMisses
 from malmen.data.records import EditRecord, Fact, compatible_records, unrelated_to_all
 from malmen.data.splits import check_encodable
 from malmen.data.tokens import EncodedFact, FactEncoder, MetaBatch
@@ -61,6 +62,7 @@ class Sampler:
     encoder: FactEncoder
     records: Callable[[int], list[EditRecord]]
     own_texts: Sequence[OwnText] = ()  # what the unedited model writes, for `data.unrelated`
+    near_misses: NearMisses = field(default_factory=NearMisses)  # what it answers to questions, for `data.near_misses`
     _epoch: tuple[int, list[EditRecord]] = (-1, [])
 
     def __post_init__(self) -> None:
@@ -111,11 +113,12 @@ class Sampler:
         records = compatible_records(order[place * training.num_edits :] + order, self._num_edits(step))
         equivalents = [fact for record in records for fact in self._equivalents(record, rng)]
         given = [] if self.config.data.unrelated == "self" else self._given(records, rng)
-        own = self._own(records, rng)
+        near = random.Random(f"near misses/{self.config.seed}/{step}")
+        sources = [given, self._own(records, rng), self.near_misses.draw(records, self.config.data.near_misses, near)]
         limit = training.unrelated_per_step
         if limit is not None:  # as many of each source
-            limit = max(1, limit // 2) if given and own else limit
-        unrelated = at_most(given, limit, rng) + at_most(own, limit, rng)
+            limit = max(1, limit // max(1, sum(map(bool, sources))))
+        unrelated = [fact for source in sources for fact in at_most(source, limit, rng)]
         if training.locality_tokens == "all":
             unrelated = [fact.throughout() for fact in unrelated]
         return MetaBatch(
