@@ -32,6 +32,7 @@ from malmen.lm.model import LanguageModel, fact_encoder, load_lm
 from malmen.lm.own_text import ALONE, Writers, near_misses, own_texts
 from malmen.lm_side import LMSide
 from malmen.meta import StepReport, meta_step, no_progress
+from malmen.methods.rledit import trajectory_step
 from malmen.runs.checkpoint import add_scores, load_editor, save_checkpoint
 from malmen.runs.checkpoint_lookup import read_state
 from malmen.runs.run_folder import RunFolder
@@ -94,7 +95,10 @@ def train(
     if not_measured and _is_measured(training, editor.steps_done):  # the run was interrupted just there
         measure()
     while editor.steps_done < training.steps:
-        report = meta_step(lm, editor, sampler.batch(editor.steps_done), caches)
+        if training.trajectory > 1:
+            report = trajectory_step(lm, editor, sampler.trajectory(editor.steps_done, training.trajectory))
+        else:
+            report = meta_step(lm, editor, sampler.batch(editor.steps_done), caches)
         step = editor.steps_done
         if on_step:
             on_step(step, report)

@@ -26,6 +26,7 @@ from malmen.config.rivals import (
     MemitHistoryConfig,
     MendConfig,
     RetrievalConfig,
+    RLEditConfig,
     UltraEditConfig,
 )
 from malmen.config.section import Section
@@ -62,6 +63,7 @@ __all__ = [
     "ModelConfig",
     "OwnTextConfig",
     "Parametrisation",
+    "RLEditConfig",
     "RetrievalConfig",
     "Section",
     "TrackingConfig",

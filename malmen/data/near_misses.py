@@ -36,7 +36,7 @@ class Question:
 def near_miss_questions(config: Config, records: Iterable[EditRecord]) -> list[Question]:
     """Different questions, drawn by the seed: those first whose frame others share, `own_text.texts` at most."""
     questions = list({record.edit.prompt: Question.of(record) for record in records}.values())
-    frames = Counter(question.frame for question in questions if question.frame)
+    frames: Counter[str | None] = Counter(question.frame for question in questions if question.frame)
     random.Random(f"near misses/{config.seed}").shuffle(questions)
     questions.sort(key=lambda question: frames[question.frame] < 2)
     return questions[: config.own_text.texts]
@@ -48,16 +48,19 @@ class NearMisses:
 
     answered: Sequence[tuple[Question, EncodedFact]] = ()
 
-    def draw(self, records: Sequence[EditRecord], number: int, rng: random.Random) -> list[EncodedFact]:
+    def draw(
+        self, records: Sequence[EditRecord], edited: Sequence[EditRecord], number: int, rng: random.Random
+    ) -> list[EncodedFact]:
         """Near misses of these edits, `number` for each while there are enough, none of them twice.
 
-        None is about a fact or a subject that one of them edits. Edits whose frame has too few get other questions.
+        None is about a fact or a subject that one of `edited` edits, which are these and perhaps more. Edits whose
+        frame has too few get other questions.
         """
         if not number or not self.answered:
             return []
-        edits = [Question.of(record) for record in records]
-        touched = {prompt for edit in edits for prompt in edit.wordings}
-        subjects = {edit.subject for edit in edits} - {None}
+        changed = [Question.of(record) for record in edited]
+        touched = {prompt for question in changed for prompt in question.wordings}
+        subjects = {question.subject for question in changed} - {None}
         free = [
             place
             for place, (question, _) in enumerate(self.answered)
@@ -68,10 +71,10 @@ class NearMisses:
         for place in free:
             alike.setdefault(self.answered[place][0].frame, []).append(place)
         chosen = []
-        for edit in edits:
-            same_frame = alike.get(edit.frame, []) if edit.frame else []
+        for frame in (Question.of(record).frame for record in records):
+            same_frame = alike.get(frame, []) if frame else []
             chosen += [same_frame.pop() for _ in range(min(number, len(same_frame)))]
         taken = set(chosen)
         others = (place for place in free if place not in taken)
-        chosen += list(islice(others, number * len(edits) - len(chosen)))
+        chosen += list(islice(others, number * len(records) - len(chosen)))
         return [self.answered[place][1] for place in chosen]

@@ -24,7 +24,7 @@ def _pool(records: list[EditRecord]) -> tuple[NearMisses, dict[int, str]]:
 
 def _drawn(records: list[EditRecord], edits: list[EditRecord], number: int, seed: int = 0) -> list[str]:
     near, prompts = _pool(records)
-    return [prompts[fact.targets[0]] for fact in near.draw(edits, number, random.Random(seed))]
+    return [prompts[fact.targets[0]] for fact in near.draw(edits, edits, number, random.Random(seed))]
 
 
 PEOPLE = [f"{given} {family}" for given in ("Ada", "Bo", "Cy") for family in ("Dal", "Ek", "Fox")]
@@ -77,7 +77,7 @@ def test_the_built_in_world_has_near_misses_for_every_edit_of_a_step() -> None:
     records = world_records("train", seed=0)
     edits = world_records("train", seed=1)[:64]  # another epoch: other wordings, other answers
     near, _ = _pool(records)
-    drawn = [near.answered[fact.targets[0]][0] for fact in near.draw(edits, 1, random.Random(0))]
+    drawn = [near.answered[fact.targets[0]][0] for fact in near.draw(edits, edits, 1, random.Random(0))]
     asked = [Question.of(record) for record in edits]
     assert [question.frame for question in drawn] == [question.frame for question in asked]
     assert not {question.subject for question in drawn} & {question.subject for question in asked}

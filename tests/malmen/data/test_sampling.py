@@ -192,3 +192,22 @@ def test_a_limit_of_unrelated_facts_is_shared_evenly_with_near_misses(lm: Langua
     batch = _with_near_misses(lm, 1, num_edits=40, unrelated_per_step=10).batch(1)
     given = _sampler(lm, make_config(num_edits=40)).batch(1).unrelated
     assert len(batch.unrelated) == 10 and sum(fact in given for fact in batch.unrelated) == 5
+
+
+def test_a_trajectory_has_the_facts_of_its_step_in_batches_that_change_nothing_of_each_other(lm: LanguageModel) -> None:
+    sampler = _with_near_misses(lm, 1, num_edits=200, unrelated_per_edit=4)
+    whole, batches = sampler.batch(2), sampler.trajectory(2, 8)
+    assert [len(batch.edits) for batch in batches] == [25] * 8
+    assert sorted(name for batch in batches for name in batch.record_ids) == sorted(whole.record_ids)
+    assert all(len(batch.equivalents) == 25 and len(batch.unrelated) > 25 for batch in batches)
+    records = {record.id: record for record in sampler.records(0)}
+    touched = {
+        tuple(sampler.encoder.prompt_ids(fact.prompt))
+        for name in whole.record_ids
+        for fact in (records[name].edit, *records[name].equivalents)
+    }
+    assert not touched & {tuple(fact.input_ids[: fact.first + 1]) for batch in batches for fact in batch.unrelated}
+    assert sampler.trajectory(2, 1) == [whole] and sampler.trajectory(2, 8) == batches
+    assert [len(batch.edits) for batch in _sampler(lm, make_config(num_edits=3)).trajectory(0, 8)] == [1, 1, 1]
+    few = _sampler(lm, make_config(num_edits=40, equivalents_per_step=16, unrelated_per_step=9)).trajectory(0, 8)
+    assert [(len(batch.equivalents), len(batch.unrelated)) for batch in few] == [(2, 1)] * 8
