@@ -30,7 +30,7 @@ from malmen.lm.generate import OnProgress, part_of
 from malmen.lm.layers import find_layers
 from malmen.lm.model import LanguageModel, fact_encoder, load_lm
 from malmen.lm.own_text import ALONE, Writers, near_misses, own_texts
-from malmen.lm_side import LMSide
+from malmen.lm_side import Caches, LMSide
 from malmen.meta import StepReport, meta_step, no_progress
 from malmen.methods.rledit import trajectory_step
 from malmen.runs.checkpoint import add_scores, load_editor, save_checkpoint
@@ -95,10 +95,7 @@ def train(
     if not_measured and _is_measured(training, editor.steps_done):  # the run was interrupted just there
         measure()
     while editor.steps_done < training.steps:
-        if training.trajectory > 1:
-            report = trajectory_step(lm, editor, sampler.trajectory(editor.steps_done, training.trajectory))
-        else:
-            report = meta_step(lm, editor, sampler.batch(editor.steps_done), caches)
+        report = _next_step(lm, editor, sampler, caches)
         step = editor.steps_done
         if on_step:
             on_step(step, report)
@@ -113,6 +110,14 @@ def train(
             measure()
     opened.begin({"finished": True})
     return TrainingRun(folder, lm, editor, opened.history, time.perf_counter() - start)
+
+
+def _next_step(lm: LanguageModel, editor: Editor, sampler: Sampler, caches: Caches) -> StepReport:
+    """A step with all of its edits at once, or in a trajectory."""
+    step, length = editor.steps_done, editor.config.training.trajectory
+    if length > 1:
+        return trajectory_step(lm, editor, sampler.trajectory(step, length))
+    return meta_step(lm, editor, sampler.batch(step), caches)
 
 
 def make_sampler(
