@@ -160,12 +160,16 @@ class LMSide:
         return total
 
     def _drift(self, edit: Overlay, batch: TokenBatch, stem: Stem, top: Stem) -> Tensor:
-        """Σ KL of the edited model from the unedited one; what each computes over the vocabulary ends with the loss."""
-        resumed = (fill_or_resume(self.lm, stem), fill_or_resume(self.lm, top))
-        with torch.no_grad(), resumed[0], resumed[1], answers_only(self.lm, batch):
-            reference = self.lm.log_probs(batch)
+        """Σ KL of the edited model from the reference; what each computes over the vocabulary ends with the loss."""
+        reference = self.reference(batch, stem, top)
         with edited(self.lm, edit), fill_or_resume(self.lm, stem), answers_only(self.lm, batch):
             return kl(reference, self.lm.log_probs(batch))
+
+    @torch.no_grad()
+    def reference(self, batch: TokenBatch, stem: Stem, top: Stem) -> Tensor:
+        """log p (tokens, vocabulary) of the model that L_loc compares with: the unedited one."""
+        with fill_or_resume(self.lm, stem), fill_or_resume(self.lm, top), answers_only(self.lm, batch):
+            return self.lm.log_probs(batch)
 
     def _with_stems(
         self, kind: str, facts: Sequence[EncodedFact], heights: Sequence[Height]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from malmen.config import Config, TrainingConfig
+from malmen.data.near_misses import NearMisses
 from malmen.data.records import EditRecord, compatible_records
 from malmen.data.sampling import OwnText, Sampler
 from malmen.data.splits import (
@@ -28,11 +29,12 @@ from malmen.evaluate import OWN_TEXTS, Evaluation, evaluate
 from malmen.lm.generate import OnProgress, part_of
 from malmen.lm.layers import edited_layers
 from malmen.lm.model import LanguageModel, fact_encoder, load_lm
-from malmen.lm.own_text import own_texts
-from malmen.lm_side import LMSide
+from malmen.lm.own_text import ALONE, Writers, near_misses, own_texts
+from malmen.lm_side import Caches, LMSide
 from malmen.measure.context import edits_in_context
 from malmen.measure.deployed import measure_deployed
 from malmen.meta import StepReport, meta_step, no_progress
+from malmen.methods.rledit import trajectory_step
 from malmen.runs.checkpoint import add_scores, load_editor, save_checkpoint
 from malmen.runs.checkpoint_lookup import read_state
 from malmen.runs.run_folder import RunFolder
@@ -95,7 +97,7 @@ def train(
     if not_measured and _is_measured(training, editor.steps_done):  # the run was interrupted just there
         measure()
     while editor.steps_done < training.steps:
-        report = meta_step(lm, editor, sampler.batch(editor.steps_done), caches)
+        report = _next_step(lm, editor, sampler, caches)
         step = editor.steps_done
         if on_step:
             on_step(step, report)
@@ -112,19 +114,34 @@ def train(
     return TrainingRun(folder, lm, editor, opened.history, time.perf_counter() - start)
 
 
+def _next_step(lm: LanguageModel, editor: Editor, sampler: Sampler, caches: Caches) -> StepReport:
+    """A step with all of its edits at once, or in a trajectory."""
+    step, length = editor.steps_done, editor.config.training.trajectory
+    if length > 1:
+        return trajectory_step(lm, editor, sampler.trajectory(step, length))
+    return meta_step(lm, editor, sampler.batch(step), caches)
+
+
 def make_sampler(
-    lm: LanguageModel, config: Config, on_phase: Callable[[str], None] = lambda _description: None
+    lm: LanguageModel,
+    config: Config,
+    on_phase: Callable[[str], None] = lambda _description: None,
+    writers: Writers = ALONE,
 ) -> Sampler:
-    """What draws the facts of each step; it has the model's own texts if the config wants them."""
+    """What draws the facts of each step; it has the model's own texts and answers if the config wants them."""
     records = training_records(config)
+
+    def progress(doing: str) -> OnProgress:
+        on_phase(doing)
+        return lambda done, total: on_phase(f"{doing}: batch {done} of {total}")
+
     texts: Sequence[OwnText] = ()
     if config.data.unrelated != "given":
-        doing = "the unedited model writes what is to stay as it is"
-        on_phase(doing)
-        texts = own_texts(
-            lm, config, records(0), on_progress=lambda done, total: on_phase(f"{doing}: batch {done} of {total}")
-        )
-    return Sampler(config, fact_encoder(lm, config.data), records, texts)
+        texts = own_texts(lm, config, records(0), writers, progress("the unedited model writes what is to stay"))
+    asked = NearMisses()
+    if config.data.near_misses:
+        asked = near_misses(lm, config, records(0), writers, progress("the unedited model answers near misses"))
+    return Sampler(config, fact_encoder(lm, config.data), records, texts, asked)
 
 
 def _read_data(lm: LanguageModel, config: Config, on_phase: Callable[[str], None]) -> tuple[Sampler, list[EditRecord]]:

@@ -13,18 +13,17 @@ from torch import Tensor
 
 from malmen.config import Config
 from malmen.data.records import EditRecord
-from malmen.data.sampling import OwnText, Sampler
-from malmen.data.splits import training_records
 from malmen.data.tokens import EncodedFact, MetaBatch, TokenBatch
 from malmen.errors import EditError
 from malmen.evaluate import Evaluation, evaluate, predict_batches
 from malmen.lm.layers import edited_layers
-from malmen.lm.model import LanguageModel, fact_encoder, load_lm
-from malmen.lm.own_text import own_texts
+from malmen.lm.model import fact_encoder, load_lm
+from malmen.lm.own_text import Writers
 from malmen.lm_side import LMSide, MetaLosses
 from malmen.platform.cluster import on_own_device
 from malmen.platform.hypernet_group import HypernetLost
 from malmen.platform.sharding import load_sharded_lm
+from malmen.training import make_sampler
 
 T = TypeVar("T")
 
@@ -41,8 +40,8 @@ class LMWorker(LMSide):
         if len(dtypes := {str(dtype) for dtype in self.gather(lm.dtype)}) > 1:
             raise EditError(f"model.dtype=auto is {' and '.join(sorted(dtypes))} on different nodes: set model.dtype")
         self.encoder = fact_encoder(lm, config.data)
-        records = training_records(config)
-        self.sampler = Sampler(config, self.encoder, records, self._own_texts(lm, config, records(0)))
+        mine = slice(None) if self.sharded else slice(world_rank, None, world_size)
+        self.sampler = make_sampler(lm, config, note, Writers(mine, self.gather, world_rank == 0))
         self.sampler.check_lengths()
         self.spare = self.sampler.batch(0).edits[0]  # what a rank runs that has fewer micro-batches than another
         self.fingerprint = lm.fingerprint()
@@ -101,18 +100,6 @@ class LMWorker(LMSide):
             dist.all_reduce(on_device)
             tensor.copy_(on_device)
         return tensor
-
-    def _own_texts(self, lm: LanguageModel, config: Config, records: Sequence[EditRecord]) -> Sequence[OwnText]:
-        if config.data.unrelated == "given":
-            return ()
-        doing = "writing texts of the unedited model"
-        return own_texts(
-            lm, config, records,
-            share=slice(None) if self.sharded else slice(self.world_rank, None, self.world_size),
-            gather=self.gather,
-            first=self.world_rank == 0,
-            on_progress=lambda done, total: self.note(f"{doing}: batch {done} of {total}"),
-        )  # fmt: skip
 
     # --- shares ------------------------------------------------------------------------------------------------
 

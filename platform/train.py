@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from malmen.config import SPLIT, Config, absolute_paths
 from malmen.data.splits import check_held_out, data_fingerprint
-from malmen.errors import EditError, RunStopped, last_line
+from malmen.errors import EditError, RunStopped, UsageError, last_line
 from malmen.lm.layers import LayerSpec, edited_layers
 from malmen.lm.model import load_skeleton
 from malmen.meta import StepReport, no_progress
@@ -82,6 +82,11 @@ def train(
     """
     start, listener = time.perf_counter(), listener or Listener()
     check_held_out(config)
+    if config.training.trajectory > 1:
+        raise UsageError(
+            f"training.trajectory is {config.training.trajectory}, but only one process trains on trajectories: use "
+            "`malmen train --local` or an experiment, or set it to 1"
+        )
     # From the model's shape alone, so that a wrong name is an error now and not after the cluster has started.
     layers = edited_layers(load_skeleton(config.model)[0], config.editor)
     if in_ray_job():

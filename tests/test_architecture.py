@@ -141,6 +141,7 @@ def test_every_folder_of_modules_is_in_the_package_map() -> None:
 SMALL = {  # modules under 40 lines, each with the reason why it stands alone
     "malmen/config/section.py": "what the settings of a run and those of rivals, which are part of them, are made of",
     "malmen/lm/losses.py": "the two losses of the paper, for tracing and for the meta loss",
+    "malmen/methods/mend.py": "MEND is MALMEN's editor with other settings: these, and its residual",
     "platform/wire.py": "how tensors travel, for both sides of the wire",
     "serve/main.py": "`python -m malmen.serve.main`, where the command is not installed",
 }

@@ -26,6 +26,7 @@ from malmen.config.rivals import (
     MemitHistoryConfig,
     MendConfig,
     RetrievalConfig,
+    RLEditConfig,
     UltraEditConfig,
 )
 from malmen.config.section import Section
@@ -64,6 +65,7 @@ __all__ = [
     "OwnTextConfig",
     "Parametrisation",
     "PreservedTerm",
+    "RLEditConfig",
     "RetrievalConfig",
     "Section",
     "TrackingConfig",

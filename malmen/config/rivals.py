@@ -17,6 +17,13 @@ class MendConfig(Section):
     )
 
 
+class RLEditConfig(Section):
+    """RLEdit: the settings of `training`, except for these."""
+
+    trajectory: int = Field(default=8, gt=1, description="batches into which a step's edits are cut")
+    locality_coef: float = Field(default=0.6, ge=0, description="weight of KL(previous ‖ new edited model)")
+
+
 class FineTuneConfig(Section):
     """Fine-tuning (FT), as in the paper's appendix."""
 
@@ -124,6 +131,7 @@ class BaselinesConfig(Section):
     """The methods that MALMEN is compared with."""
 
     mend: MendConfig = MendConfig()
+    rledit: RLEditConfig = RLEditConfig()
     ft: FineTuneConfig = FineTuneConfig()
     memit: MemitConfig = MemitConfig()
     memit_history: MemitHistoryConfig = MemitHistoryConfig()

@@ -171,12 +171,30 @@ class TrainingConfig(Section):
     unrelated_per_step: int | None = Field(
         default=None, gt=0, description="the same for unrelated facts and texts; default: all"
     )
+    trajectory: int = Field(
+        default=1,
+        gt=0,
+        description="batches into which a step's edits are cut, each of the model as those before left it; 1: all "
+        "edits at once; more: RLEdit's, in one process (`malmen train --local`)",
+    )
+    trajectory_window: int = Field(
+        default=10, gt=0, description="newest batches of a trajectory that the loss after each of them asks for"
+    )
+    trajectory_discount: float = Field(
+        default=0.95, gt=0, le=1, description="factor of a batch's part in that loss, for each batch after it"
+    )
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations; 0: only at the end")
     eval_edits: int | None = Field(default=None, gt=0, description="edits per evaluation; default: num_edits")
     checkpoint_every: int = Field(default=100, gt=0, description="steps between checkpoints")
     keep_checkpoints: int = Field(
         default=2, gt=0, description="number of newest checkpoints to keep, besides the best by evaluation"
     )
+
+    @model_validator(mode="after")
+    def _has_one_locality_coef(self) -> TrainingConfig:
+        if self.trajectory > 1 and self.locality_target is not None:
+            raise ValueError("a trajectory has no locality_target: set it to null, and locality_coef to its weight")
+        return self
 
 
 class DataConfig(Section):
@@ -191,6 +209,12 @@ class DataConfig(Section):
         default="given",
         description="what must not change: the unrelated facts of the records, texts that the model itself writes "
         "(`own_text`), or as many of both",
+    )
+    near_misses: int = Field(
+        default=0,
+        ge=0,
+        description="questions per edit that must not change either: other training records', worded like the edit but "
+        "about another subject, with what the model itself answers; `own_text.texts` of them at most are answered once",
     )
     prompt_format: Literal["raw", "chat"] = Field(default="raw", description="`chat`: in the tokenizer's chat template")
     max_length: int = Field(default=512, gt=1, description="tokens of a fact, at most")

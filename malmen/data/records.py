@@ -56,9 +56,10 @@ def facts_by_kind(records: Sequence[EditRecord]) -> dict[FactKind, list[Fact]]:
     }
 
 
-def unrelated_to_all(records: Sequence[EditRecord]) -> list[list[Fact]]:
-    """Each record's unrelated tuples without those that another record edits: ∩ U(x_i, y_i), eq. 1."""
-    touched = {fact.prompt for record in records for fact in (record.edit, *record.equivalents)}
+def unrelated_to_all(records: Sequence[EditRecord], edited: Sequence[EditRecord] | None = None) -> list[list[Fact]]:
+    """Each record's unrelated tuples without those that another record edits: ∩ U(x_i, y_i), eq. 1. `edited`: the
+    records that are edited, if they are more than these."""
+    touched = {fact.prompt for record in edited or records for fact in (record.edit, *record.equivalents)}
     return [[fact for fact in record.unrelated if fact.prompt not in touched] for record in records]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from malmen.config import Config
+from malmen.data.near_misses import NearMisses
 from malmen.data.records import EditRecord, Fact, compatible_records, unrelated_to_all
 from malmen.data.splits import check_encodable
 from malmen.data.tokens import EncodedFact, FactEncoder, MetaBatch, PreservedKeys
@@ -46,6 +47,11 @@ def at_most(items: list[Item], limit: int | None, rng: random.Random) -> list[It
     return [items[place] for place in sorted(rng.sample(range(len(items)), limit))]
 
 
+def _share(limit: int | None, parts: int) -> int | None:
+    """A limit's part, at least 1."""
+    return None if limit is None else max(1, limit // parts)
+
+
 class OwnText(NamedTuple):
     """A text that the unedited model has written after a prompt."""
 
@@ -61,6 +67,7 @@ class Sampler:
     encoder: FactEncoder
     records: Callable[[int], list[EditRecord]]
     own_texts: Sequence[OwnText] = ()  # what the unedited model writes, for `data.unrelated`
+    near_misses: NearMisses = field(default_factory=NearMisses)  # what it answers to questions, for `data.near_misses`
     _epoch: tuple[int, list[EditRecord]] = (-1, [])
 
     def __post_init__(self) -> None:
@@ -104,23 +111,37 @@ class Sampler:
 
     def batch(self, step: int) -> MetaBatch:
         """The facts of this step, encoded."""
-        training = self.config.training
+        (whole,) = self.trajectory(step, 1)
+        return whole
+
+    def trajectory(self, step: int, length: int) -> list[MetaBatch]:
+        """The facts of this step, its edits in `length` batches: what one of them is not to change, none of them
+        edits."""
+        training, seed = self.config.training, self.config.seed
         epoch, place = divmod(step, self.steps_per_epoch)
         order = self._order(epoch)
-        rng = random.Random(f"step/{self.config.seed}/{step}")
         records = compatible_records(order[place * training.num_edits :] + order, self._num_edits(step))
+        draws = random.Random(f"step/{seed}/{step}"), random.Random(f"near misses/{seed}/{step}")
+        parts = [records[first::length] for first in range(min(length, len(records)))]
+        return [self._batch(part, records, len(parts), *draws) for part in parts]
+
+    def _batch(
+        self, records: Sequence[EditRecord], edited: Sequence[EditRecord], parts: int, rng: random.Random,
+        near: random.Random,
+    ) -> MetaBatch:  # fmt: skip
+        """The facts of these records, of a step that edits them all in so many parts."""
+        training, data = self.config.training, self.config.data
         equivalents = [fact for record in records for fact in self._equivalents(record, rng)]
-        given = [] if self.config.data.unrelated == "self" else self._given(records, rng)
-        own = self._own(records, rng)
-        limit = training.unrelated_per_step
-        if limit is not None:  # as many of each source
-            limit = max(1, limit // 2) if given and own else limit
-        unrelated = at_most(given, limit, rng) + at_most(own, limit, rng)
+        given = [] if data.unrelated == "self" else self._given(records, edited, rng)
+        own = self._own(records, edited, rng)
+        sources = [given, own, self.near_misses.draw(records, edited, data.near_misses, near)]
+        limit = _share(training.unrelated_per_step, parts * max(1, sum(map(bool, sources))))  # as many of each source
+        unrelated = [fact for source in sources for fact in at_most(source, limit, rng)]
         if training.locality_tokens == "all":
             unrelated = [fact.throughout() for fact in unrelated]
         return MetaBatch(
             [self._encode(record.edit) for record in records],
-            [self._encode(fact) for fact in at_most(equivalents, training.equivalents_per_step, rng)],
+            [self._encode(fact) for fact in at_most(equivalents, _share(training.equivalents_per_step, parts), rng)],
             unrelated,
             [record.id for record in records],
         )
@@ -159,19 +180,23 @@ class Sampler:
             )
         return pairs
 
-    def _given(self, records: Sequence[EditRecord], rng: random.Random) -> list[EncodedFact]:
+    def _given(
+        self, records: Sequence[EditRecord], edited: Sequence[EditRecord], rng: random.Random
+    ) -> list[EncodedFact]:
         per_edit = self.config.training.unrelated_per_edit
         return [
             self._encode(fact)
-            for facts in unrelated_to_all(records)
+            for facts in unrelated_to_all(records, edited)
             for fact in rng.sample(facts, min(per_edit, len(facts)))
         ]
 
-    def _own(self, records: Sequence[EditRecord], rng: random.Random) -> list[EncodedFact]:
-        """Texts after prompts that no record edits, as many as of given facts."""
+    def _own(
+        self, records: Sequence[EditRecord], edited: Sequence[EditRecord], rng: random.Random
+    ) -> list[EncodedFact]:
+        """Texts after prompts that are not edited, as many as of given facts."""
         if not self.own_texts:
             return []
-        touched = {fact.prompt for record in records for fact in (record.edit, *record.equivalents)}
+        touched = {fact.prompt for record in edited for fact in (record.edit, *record.equivalents)}
         texts = [text.fact for text in self.own_texts if text.prompt not in touched]
         return rng.sample(texts, min(self.config.training.unrelated_per_edit * len(records), len(texts)))
 

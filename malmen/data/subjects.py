@@ -28,6 +28,15 @@ def edits_of(records: Iterable[EditRecord]) -> list[Fact]:
     ]
 
 
+def find_frame(record: EditRecord) -> tuple[str, str] | None:
+    """The subject of an edit and the words around it, with {} in its place, both in lower case; None where no subject
+    is found in the prompt."""
+    (edit,) = edits_of([record])
+    if not edit.subject or edit.subject not in edit.prompt:
+        return None
+    return edit.subject.casefold(), edit.prompt.replace(edit.subject, "{}", 1).casefold()
+
+
 def find_subject(record: EditRecord) -> str | None:
     """The longest run of words in the prompt and every rephrasing; names and numbers win over other words."""
     others = [fact.prompt.casefold() for fact in record.equivalents]

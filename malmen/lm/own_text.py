@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from malmen.config import Config, OwnTextConfig
+from malmen.data.near_misses import NearMisses, near_miss_questions
 from malmen.data.records import EditRecord, unrelated_to_all
 from malmen.data.sampling import OwnText
 from malmen.data.tokens import EncodedFact
@@ -34,6 +35,17 @@ _OPENINGS_SHARE = 0.25  # of the prompts, at most
 _NOTHING_SHARE = 0.03  # of the prompts: the text begins with its first token
 
 Gather = Callable[[dict[int, list[list[int]]]], list[dict[int, list[list[int]]]]]
+
+
+class Writers(NamedTuple):
+    """The processes that share the writing, as one of them sees them: it writes `share` of the batches."""
+
+    share: slice = slice(None)
+    gather: Gather = lambda mine: [mine]
+    first: bool = True  # whether this is the one that uses the cache
+
+
+ALONE = Writers()
 
 
 class Start(NamedTuple):
@@ -168,21 +180,45 @@ def own_texts(
     lm: LanguageModel,
     config: Config,
     records: Iterable[EditRecord],
-    *,
-    share: slice = slice(None),
-    gather: Gather = lambda mine: [mine],
-    first: bool = True,
+    writers: Writers = ALONE,
     on_progress: OnProgress | None = None,
 ) -> list[OwnText]:
-    """The texts for training, of this model, config and records: written once, then read from the cache. Of processes
-    that share the work the `first` uses it."""
-    starts, own = training_starts(lm, config, records), config.own_text
+    """The texts for training, of this model, config and records: written once, then read from the cache."""
+    starts = training_starts(lm, config, records)
+    texts = _written_once(lm, config, starts, writers, on_progress)
+    return [OwnText(start.prompt, text) for start, text in zip(starts, texts, strict=True)]
+
+
+def near_misses(
+    lm: LanguageModel,
+    config: Config,
+    records: Iterable[EditRecord],
+    writers: Writers = ALONE,
+    on_progress: OnProgress | None = None,
+) -> NearMisses:
+    """Questions of these records with what the model answers greedily, asked in the form of edits; written once too."""
+    if lm.kind == "classifier":
+        raise UsageError(f"data.near_misses is {config.data.near_misses}, but a classifier writes no texts: use 0")
+    questions, form = near_miss_questions(config, records), config.data.prompt_format
+    starts = [Start(asked.prompt, _prompt_ids(lm, config, form, asked.prompt), form, False) for asked in questions]
+    return NearMisses(list(zip(questions, _written_once(lm, config, starts, writers, on_progress), strict=True)))
+
+
+def _written_once(
+    lm: LanguageModel,
+    config: Config,
+    starts: Sequence[Start],
+    writers: Writers,
+    on_progress: OnProgress | None,
+) -> list[EncodedFact]:
+    """The texts after these starts, from the cache if it has them, else written and put there."""
+    own, (share, gather, first) = config.own_text, writers
     about = [lm.fingerprint(), str(lm.dtype), own.max_tokens, config.seed, starts]
     folder = Path(own.folder).expanduser() if own.folder else user_cache() / "own_text"
     file = folder / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]}.json"
     known = gather({0: json.loads(file.read_text()) if first and file.is_file() else []})[0][0]
     if known:
-        return [OwnText(start.prompt, _as_fact(lm, start, ids)) for start, ids in zip(starts, known, strict=True)]
+        return [_as_fact(lm, start, ids) for start, ids in zip(starts, known, strict=True)]
     log.info("writing %d texts of the unedited model", len(starts))
     texts = write_texts(lm, starts, own.max_tokens, config.seed, share=share, gather=gather, on_progress=on_progress)
     if first:
@@ -191,7 +227,7 @@ def own_texts(
             atomic_file(file, json.dumps([fact.targets for fact in texts]))
         except OSError as error:
             raise EditError(f"cannot write to {folder}: {error.strerror}; set own_text.folder") from error
-    return [OwnText(start.prompt, text) for start, text in zip(starts, texts, strict=True)]
+    return texts
 
 
 def user_cache() -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from malmen.config import Config, parse_config, set_key
+from malmen.config import Config
 from malmen.editor import Editor
 from malmen.least_squares import token_residuals
 from malmen.lm.trace import Traces
@@ -22,14 +22,6 @@ def mend_settings(config: Config) -> dict[str, Any]:
     """The settings of the editor, by `section.key`, that make it MEND."""
     own = config.baselines.mend.model_dump(exclude_none=True)
     return {f"editor.{key}": value for key, value in (SETTINGS | own).items()}
-
-
-def mend_config(config: Config) -> Config:
-    """The config that trains MEND in MALMEN's place."""
-    raw = config.model_dump(mode="json")
-    for key, value in mend_settings(config).items():
-        set_key(raw, key, value)
-    return parse_config(raw, "MEND")
 
 
 @torch.no_grad()

@@ -33,12 +33,24 @@ class Method:
     shares: str | None = None  # the rival whose settings it has beside its own
     weights: bool = True  # whether it changes weights; where not, there is nothing to save, export or serve
     make: Callable[[LanguageModel, Config], UntrainedMethod] | None = None
-    training_config: Callable[[Config], Config] = lambda config: config  # from MALMEN's config to the method's own
+    training_settings: Callable[[Config], dict[str, Any]] = lambda _config: {}  # of its run, by section.key
 
     @property
     def trained(self) -> bool:
         """Whether it needs a meta-trained editor."""
         return self.make is None
+
+    def training_config(self, config: Config) -> Config:
+        """The config that trains it in MALMEN's place."""
+        changes = self.training_settings(config)
+        if not changes:
+            return config
+        from malmen.config import parse_config, set_key
+
+        raw = config.model_dump(mode="json")
+        for key, value in changes.items():
+            set_key(raw, key, value)
+        return parse_config(raw, self.label)
 
     def settings(self, config: Config) -> dict[str, Any]:
         """All that it is set by, as plain values; MALMEN's are those of the run."""
@@ -59,7 +71,8 @@ METHODS = {
     method.name: method
     for method in (
         Method("malmen", "MALMEN", "C0", "o", rounds=("union", "again")),
-        Method("mend", "MEND", "C1", "s", training_config=_lazy("mend:mend_config")),
+        Method("mend", "MEND", "C1", "s", training_settings=_lazy("mend:mend_settings")),
+        Method("rledit", "RLEdit", "C5", "p", rounds=("again",), training_settings=_lazy("rledit:rledit_settings")),
         Method("ft", "FT", "C2", "^", rounds=("again",), make=_lazy("fine_tune:FineTune")),
         Method(
             "memit", "MEMIT", "C3", "D", rounds=("again",), paths=("cache_dir", "corpus"), make=_lazy("memit:Memit")

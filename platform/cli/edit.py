@@ -223,6 +223,7 @@ def load_method(
             set_key(raw, full_key(key), value)
         settings = parse_config(raw, "the overrides")
     trained_as = "mend" if settings.editor.aggregation == "sum" else "malmen"
+    trained_as = "rledit" if settings.training.trajectory > 1 else trained_as
     make = None if method is None else METHODS[method].make
     if method is not None and make is None and method != trained_as:
         raise UsageError(f"the editor in {editor} was trained as {trained_as}, not as {method}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from malmen.errors import UsageError
+from malmen.methods.registry import METHODS
 from malmen.platform.cli.options import Address, AsJson, ConfigName, Overrides, resolve_config
 from malmen.platform.cli.output import show_training
 from malmen.platform.cli.progress import counted, training_progress
@@ -22,7 +23,11 @@ def train(
     out: Annotated[str, typer.Option(help="the run's folder, or a storage URL such as s3://bucket/run")] = "runs/train",
     resume: Annotated[bool, typer.Option("--resume", help="fail unless --out holds a run to resume")] = False,
     method: Annotated[
-        Literal["malmen", "mend"], typer.Option(help="mend: the same hyper-network, its shifts summed, of all tokens")
+        Literal["malmen", "mend", "rledit"],
+        typer.Option(
+            help="mend: the same hyper-network, its shifts summed, of all tokens; rledit: trained by editing an edited "
+            "model, only with --local"
+        ),
     ] = "malmen",
     local: Annotated[bool, typer.Option("--local", help="in this one process, without Ray and MLflow")] = False,
     address: Address = None,
@@ -36,10 +41,8 @@ def train(
     from malmen.runs.files import exclusive_folder
 
     settings = load_config(resolve_config(config), overrides or [])
-    if method == "mend":
-        from malmen.methods.mend import mend_settings
-
-        settings = load_config(resolve_config(config), overrides or [], mend_settings(settings))
+    if own := METHODS[method].training_settings(settings):
+        settings = load_config(resolve_config(config), overrides or [], own)
     if local and address:
         raise UsageError("--local and --address exclude each other")
     if local and "://" in out:

@@ -91,6 +91,11 @@ def step_facts(
         source += f"; own texts of {config.own_text.max_tokens} tokens"
     else:
         unrelated = [pool[: training.unrelated_per_edit] for pool in unrelated]
+    if near := config.data.near_misses:
+        asked = [_own_text(config, fact) for (fact,) in edits]
+        tokens["unrelated"] += config.own_text.texts * sum(fact.length for fact in asked) / len(asked) / max(1, number)
+        unrelated = [facts + [question] * near for facts, question in zip(unrelated, asked, strict=True)]
+        source += f"; near misses answered in {config.own_text.max_tokens} tokens"
     equivalents = [pool[: training.equivalents_per_edit] for pool in equivalents]
     if training.include_edit:
         equivalents = [edit + pool for edit, pool in zip(edits, equivalents, strict=True)]

@@ -98,9 +98,16 @@ def two_ranks(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         "float32": config("gpt2", 1, lm=zero3, model={"dtype": "float32"}),
         "preserved": config("t5", 3, lm=zero3, editor={"preserved_weight": 2.0, "preserved_facts": 9}),
         "own text": config(
-            "gpt2", 2, editor=phrased, data={"unrelated": "self"}, own_text=own, training={"locality_target": 0.01}
+            "gpt2",
+            2,
+            editor=phrased,
+            own_text=own,
+            data={"unrelated": "self", "near_misses": 2},
+            training={"locality_target": 0.01},
         ),
-        "own text, sharded": config("t5", 1, lm=zero3, editor=preserving, data={"unrelated": "mixed"}, own_text=own),
+        "own text, sharded": config(
+            "t5", 1, lm=zero3, editor=preserving, own_text=own, data={"unrelated": "mixed", "near_misses": 1}
+        ),
     }
     return configs, train_in_turn(configs, tmp_path_factory.mktemp("two_ranks"))
 
@@ -120,7 +127,9 @@ def test_two_lm_ranks_in_turn_with_one_actor_equal_one_process(two_ranks: Runs, 
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("name", ["own text", "own text, sharded"])
-def test_two_ranks_that_write_the_models_own_texts_equal_one_process(name: str, two_ranks: Runs, alone: Alone) -> None:
+def test_two_ranks_that_write_the_models_own_texts_and_answers_equal_one_process(
+    name: str, two_ranks: Runs, alone: Alone
+) -> None:
     configs, found = two_ranks
     cache = configs[name].own_text.folder
     assert cache is not None

@@ -5,6 +5,7 @@ from small_runs import make_config
 from transformers import AutoTokenizer
 
 from malmen.config import Config
+from malmen.data.near_misses import NearMisses, Question
 from malmen.data.records import EditRecord, Fact
 from malmen.data.sampling import OwnText, Sampler, preserved_facts
 from malmen.data.splits import training_records
@@ -172,3 +173,64 @@ def test_own_texts_are_drawn_instead_of_given_facts_or_beside_them_but_never_of_
     mixed = drawn("mixed")
     assert len(mixed) == 4 and {tuple(fact.targets) for fact in mixed[:2]} == given
     assert sorted(mixed[2:], key=str) == sorted(free, key=str)
+
+
+def _with_near_misses(lm: LanguageModel, number: int, **settings: object) -> Sampler:
+    """Every question is answered with the number of its record, so that it can be recognised."""
+    config = Config.model_validate({**make_config(**settings).model_dump(), "data": {"near_misses": number}})
+    records, encoder = training_records(config), fact_encoder(lm, config.data)
+    answers = [encoder.encode(Fact(record.edit.prompt, str(place))) for place, record in enumerate(records(0))]
+    asked = NearMisses(list(zip(map(Question.of, records(0)), answers, strict=True)))
+    return Sampler(config, encoder, records, near_misses=asked)
+
+
+def test_near_misses_join_the_unrelated_facts_and_change_nothing_else_of_a_step(lm: LanguageModel) -> None:
+    plain, near = _sampler(lm, make_config()).batch(3), _with_near_misses(lm, 2).batch(3)
+    assert (near.edits, near.equivalents, near.record_ids) == (plain.edits, plain.equivalents, plain.record_ids)
+    assert near.unrelated[: len(plain.unrelated)] == plain.unrelated
+    assert len(near.unrelated) == len(plain.unrelated) + 2 * 5
+    assert _with_near_misses(lm, 0).batch(3) == plain
+    alone = _with_near_misses(lm, 1, unrelated_per_edit=0).batch(3)
+    assert len(alone.unrelated) == 5
+
+
+def test_near_misses_can_be_drawn_again_by_the_steps_number_and_are_never_edited_in_it(lm: LanguageModel) -> None:
+    walked, again = _with_near_misses(lm, 1, num_edits=50), _with_near_misses(lm, 1, num_edits=50)
+    for step in (0, 5, 30):  # the last one is of another epoch, in which the same facts are asked in other words
+        batch = walked.batch(step)
+        assert batch == again.batch(step)
+        records = {record.id: record for record in walked.records(step // walked.steps_per_epoch)}
+        touched = {
+            tuple(walked.encoder.prompt_ids(fact.prompt))
+            for name in batch.record_ids
+            for fact in (records[name].edit, *records[name].equivalents)
+        }
+        near = batch.unrelated[-50:]
+        assert not touched & {tuple(fact.input_ids[: fact.first + 1]) for fact in near}
+        assert len({tuple(fact.targets) for fact in near}) == 50
+    assert walked.batch(0).unrelated[-50:] != walked.batch(1).unrelated[-50:]
+
+
+def test_a_limit_of_unrelated_facts_is_shared_evenly_with_near_misses(lm: LanguageModel) -> None:
+    batch = _with_near_misses(lm, 1, num_edits=40, unrelated_per_step=10).batch(1)
+    given = _sampler(lm, make_config(num_edits=40)).batch(1).unrelated
+    assert len(batch.unrelated) == 10 and sum(fact in given for fact in batch.unrelated) == 5
+
+
+def test_a_trajectory_has_the_facts_of_its_step_in_batches_that_change_nothing_of_each_other(lm: LanguageModel) -> None:
+    sampler = _with_near_misses(lm, 1, num_edits=200, unrelated_per_edit=4)
+    whole, batches = sampler.batch(2), sampler.trajectory(2, 8)
+    assert [len(batch.edits) for batch in batches] == [25] * 8
+    assert sorted(name for batch in batches for name in batch.record_ids) == sorted(whole.record_ids)
+    assert all(len(batch.equivalents) == 25 and len(batch.unrelated) > 25 for batch in batches)
+    records = {record.id: record for record in sampler.records(0)}
+    touched = {
+        tuple(sampler.encoder.prompt_ids(fact.prompt))
+        for name in whole.record_ids
+        for fact in (records[name].edit, *records[name].equivalents)
+    }
+    assert not touched & {tuple(fact.input_ids[: fact.first + 1]) for batch in batches for fact in batch.unrelated}
+    assert sampler.trajectory(2, 1) == [whole] and sampler.trajectory(2, 8) == batches
+    assert [len(batch.edits) for batch in _sampler(lm, make_config(num_edits=3)).trajectory(0, 8)] == [1, 1, 1]
+    few = _sampler(lm, make_config(num_edits=40, equivalents_per_step=16, unrelated_per_step=9)).trajectory(0, 8)
+    assert [(len(batch.equivalents), len(batch.unrelated)) for batch in few] == [(2, 1)] * 8

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from malmen.data.records import EditRecord, Fact
-from malmen.data.subjects import edits_of
+from malmen.data.subjects import edits_of, find_frame
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,12 @@ def test_a_subject_is_found_by_what_the_rephrasings_share(prompt: str, rephrasin
     assert edits_of([record])[0].subject == subject
     assert edits_of([replace(record, equivalents=())])[0].subject is None
     assert edits_of([replace(record, edit=replace(record.edit, subject="given"))])[0].subject == "given"
+
+
+def test_a_frame_is_what_a_question_asks_of_whatever_subject() -> None:
+    asked = EditRecord(Fact("Where was Ann Lee born?", "x"), (Fact("Ann Lee was born in", "x"),))
+    named = EditRecord(Fact("WHERE was Bo Dal born?", "x", subject="Bo Dal"))
+    assert find_frame(asked) == ("ann lee", "where was {} born?")
+    assert find_frame(named) == ("bo dal", "where was {} born?")
+    assert find_frame(EditRecord(Fact("Where was she born?", "x", subject="Ann Lee"))) is None
+    assert find_frame(EditRecord(Fact("Where was Ann Lee born?", "x"))) is None

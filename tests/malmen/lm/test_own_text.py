@@ -17,7 +17,15 @@ from malmen.data.world import world_records
 from malmen.errors import EditError, UsageError
 from malmen.lm.generate import generate_ids
 from malmen.lm.model import LanguageModel, fact_encoder, load_lm
-from malmen.lm.own_text import evaluation_texts, find_forms, own_texts, rewritten_texts, training_starts, write_texts
+from malmen.lm.own_text import (
+    evaluation_texts,
+    find_forms,
+    near_misses,
+    own_texts,
+    rewritten_texts,
+    training_starts,
+    write_texts,
+)
 
 
 def _config(folder: Path, **own: object) -> Config:
@@ -120,3 +128,36 @@ def test_a_cache_that_cannot_be_written_is_a_clear_error(lm: LanguageModel, tmp_
     blocked.touch()
     with pytest.raises(EditError, match=r"cannot write to .*own_text\.folder"):
         own_texts(lm, _config(blocked), world_records("train")[:5])
+
+
+def test_near_misses_are_what_the_model_answers_greedily_in_the_form_of_edits_and_are_written_once(
+    lm: LanguageModel, tmp_path: Path
+) -> None:
+    config, records = _config(tmp_path, texts=20), world_records("train")[:50]
+    first = near_misses(lm, config, records)
+    assert len(first.answered) == 20
+    answers = generate_ids(lm, fact_encoder(lm, config.data), [asked.prompt for asked, _ in first.answered], 12)
+    for (asked, text), answer in zip(first.answered, answers, strict=True):
+        assert text.input_ids[: text.first + 1] == lm.tokenizer(asked.prompt)["input_ids"]
+        assert text.targets == answer[: len(text.targets)]
+        assert text.targets[-1] == lm.tokenizer.eos_token_id or len(text.targets) == 12
+    (file,) = tmp_path.iterdir()
+    rows = json.loads(file.read_text())
+    file.write_text(json.dumps([[7], *rows[1:]]))
+    again = near_misses(lm, config, records)
+    assert again.answered[0][1].targets == [7] and again.answered[1:] == first.answered[1:]
+
+
+def test_near_misses_are_asked_in_the_chat_template_where_edits_are(tmp_path: Path) -> None:
+    chatting = load_lm(Config().model)
+    chatting.tokenizer.chat_template = "Q: {{ messages[0].content }} A:"
+    config = Config.model_validate({**_config(tmp_path, texts=3).model_dump(), "data": {"prompt_format": "chat"}})
+    for asked, text in near_misses(chatting, config, world_records("train")[:5]).answered:
+        prompt = chatting.tokenizer.decode(text.input_ids[: text.first + 1])
+        assert prompt == f"Q: {asked.prompt} A:"
+
+
+def test_a_classifier_answers_no_near_misses(tmp_path: Path) -> None:
+    config = Config.model_validate({"data": {"near_misses": 2}})
+    with pytest.raises(UsageError, match=r"data\.near_misses is 2, but a classifier writes no texts: use 0"):
+        near_misses(tiny_lm("bert"), config, [])

@@ -10,7 +10,8 @@ from torch.testing import assert_close
 from malmen.config import Config
 from malmen.data.tokens import make_batches
 from malmen.lm.trace import trace
-from malmen.methods.mend import SETTINGS, mend_config, sum_residual
+from malmen.methods.mend import SETTINGS, sum_residual
+from malmen.methods.registry import METHODS
 
 
 def test_the_shift_is_the_sum_of_each_tokens_own() -> None:
@@ -31,7 +32,7 @@ def test_the_shift_is_the_sum_of_each_tokens_own() -> None:
 
 def test_a_config_is_made_mends_and_otherwise_kept() -> None:
     config = Config.model_validate({"seed": 3, "editor": {"rank": 8, "tokens": "answer"}})
-    found = mend_config(config)
+    found = METHODS["mend"].training_config(config)
     assert found.editor.aggregation == "sum" and found.editor.tokens == "all"
     assert found.editor.rank == 8 and found.seed == 3
     assert config.editor.aggregation == "least_squares" and found.editor.edit_lr == config.editor.edit_lr
@@ -39,7 +40,7 @@ def test_a_config_is_made_mends_and_otherwise_kept() -> None:
 
 def test_mend_may_have_an_edit_lr_of_its_own() -> None:
     config = Config.model_validate({"editor": {"edit_lr": 1e-3}, "baselines": {"mend": {"edit_lr": 1e-5}}})
-    assert mend_config(config).editor.edit_lr == 1e-5 and config.editor.edit_lr == 1e-3
+    assert METHODS["mend"].training_config(config).editor.edit_lr == 1e-5 and config.editor.edit_lr == 1e-3
 
 
 def test_the_residual_of_a_sum_is_what_each_token_misses_of_its_own_shift() -> None:

@@ -64,6 +64,15 @@ def test_own_texts_are_planned_as_long_as_they_may_become() -> None:
         assert found.source.endswith("own texts of 7 tokens")
 
 
+def test_near_misses_are_planned_beside_the_unrelated_facts_as_long_as_they_may_become() -> None:
+    sizes = ("training.num_edits=300", "own_text.max_tokens=7", "data.near_misses=2")
+    lm = plan_lm(_builtin(), torch.float32).lm
+    found, plain = step_facts(_builtin(*sizes), lm), step_facts(_builtin(*sizes[:2]), lm)
+    assert len(found.unrelated) == 900 and found.pools["unrelated"] > plain.pools["unrelated"]
+    assert sum(len(fact.targets) == 7 for fact in found.unrelated) >= 600
+    assert found.source.endswith("near misses answered in 7 tokens")
+
+
 @pytest.mark.parametrize(
     ("role", "more"),
     [

@@ -51,13 +51,13 @@ def test_each_experiment_asks_only_for_what_it_needs(settings: ExperimentConfig)
         for kind in ("scaling", "ablation", "cancellation", "rounds")
     }
     assert wanted["scaling"] == {
-        "malmen", "mend", "ft", "memit", "memit_history", "alphaedit", "ultraedit", "lora", "retrieval"
+        "malmen", "mend", "rledit", "ft", "memit", "memit_history", "alphaedit", "ultraedit", "lora", "retrieval"
     }  # fmt: skip
     assert wanted["ablation"] == {"malmen", "sum", "no_regularisation"} and wanted["cancellation"] == {
         "squares_answer",
         "sum_answer",
     }
-    assert wanted["rounds"] == {"malmen", "ft", "memit", "memit_history", "alphaedit", "ultraedit", "lora"}
+    assert wanted["rounds"] == {"malmen", "rledit", "ft", "memit", "memit_history", "alphaedit", "ultraedit", "lora"}
     (cells,) = (
         group.cells
         for group in groups_of(settings, config, {"rounds"})

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from malmen.errors import EditError, UsageError
+from malmen.methods.registry import METHODS
 from malmen.tune.experiments import work
 from malmen.tune.experiments.cells import Group
 from malmen.tune.experiments.report import write_report
@@ -31,9 +32,7 @@ def test_all_experiments_give_numbers_pictures_and_a_page_and_nothing_is_done_tw
     assert [path.stem for path in written] == sorted(kinds) and heard[-1][0] == heard[-1][1] > 20
     scaling = json.loads((folder / "results" / "scaling.json").read_text())
     assert {(row["variant"], row["edits"]) for row in scaling["rows"]} == {
-        (method, edits)
-        for method in ("malmen", "mend", "ft", "memit", "memit_history", "alphaedit", "ultraedit", "lora", "retrieval")
-        for edits in (2, 4)
+        (method, edits) for method in METHODS for edits in (2, 4)
     }
     for row in scaling["rows"]:
         assert row["seeds"] == 2 and len(row["edit_success"]["values"]) == 2 and row["errors"] == []

@@ -23,7 +23,7 @@ def test_variants_differ_in_one_thing_and_those_that_do_not_share_an_editor() ->
     assert found["sum"].run_name(0) == cancelling(config)[1].run_name(0)
     assert found["malmen"].run_name(0) == cancelling(config)[0].run_name(0)
     names = {variant.run_name(0) for variant in found.values() if variant.trained}
-    assert len(names) == 6 and found["malmen"].run_name(0) != found["malmen"].run_name(1)
+    assert len(names) == 7 and found["malmen"].run_name(0) != found["malmen"].run_name(1)
     assert ablation("other_ffn", config).config.editor.ffn == "first"
     assert ablation("other_tokens", config).label == "all tokens"
     assert not method_variant("ft", config).trained

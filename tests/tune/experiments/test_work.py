@@ -57,6 +57,7 @@ def test_the_methods_are_compared_on_other_kinds_of_models_too(kind: str, tmp_pa
     assert {name for name, row in rows.items() if row["seeds"]} == {
         "malmen",
         "mend",
+        "rledit",
         "ft",
         "ultraedit",
         "lora",
