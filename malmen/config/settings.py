@@ -107,10 +107,11 @@ class EditorConfig(Section):
     @property
     def preserved_terms(self) -> tuple[PreservedTerm, ...]:
         """What is added to the least squares. A sum of shifts solves no equation that a term could be added to."""
-        if self.aggregation != "least_squares":
-            return ()
-        unrelated = self.preserved_weight > 0 or self.preserved_null_space is not None
-        return ("unrelated",) * unrelated + ("phrasing",) * (self.phrasing_weight > 0)
+        wanted: dict[PreservedTerm, bool] = {
+            "unrelated": self.preserved_weight > 0 or self.preserved_null_space is not None,
+            "phrasing": self.phrasing_weight > 0,
+        }
+        return tuple(term for term in wanted if wanted[term] and self.aggregation == "least_squares")
 
     @property
     def preserving(self) -> bool:

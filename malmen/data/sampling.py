@@ -164,7 +164,7 @@ class Sampler:
             )
         rng, records = random.Random(f"phrasings/{self.config.seed}"), list(self.records(0))
         rng.shuffle(records)
-        pairs = []
+        pairs: list[tuple[EncodedFact, EncodedFact]] = []
         for record in records:
             if len(pairs) == self.config.editor.preserved_facts:
                 break
