@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from malmen.config import ModelConfig
 from malmen.errors import EditError
@@ -66,7 +67,7 @@ def load_sharded_lm(config: ModelConfig) -> LanguageModel:
         lm = load_lm(config)
     else:
         in_parts = HfDeepSpeedConfig(settings)  # from_pretrained asks whether such an object is alive
-        with memory_given_back():  # each weight is whole for a moment
+        with memory_given_back(), ties_compared_whole():  # each weight is whole for a moment
             lm = load_lm(config)
         del in_parts
     engine, *_ = deepspeed.initialize(model=lm.model, config=settings)
@@ -84,6 +85,30 @@ def _restore_tables(model: nn.Module, config: ModelConfig) -> None:
         if table.is_floating_point() and name not in stored:
             module, _, key = name.rpartition(".")
             setattr(model.get_submodule(module), key, table.to(model.get_buffer(name).device))
+
+
+@contextmanager
+def ties_compared_whole() -> Iterator[None]:
+    """While transformers decides which weights of a checkpoint are one, gather them.
+
+    It ties the pairs that the model's class names unless the checkpoint holds two different weights. Parts under
+    ZeRO-3 look empty and so equal: T5 v1.1, whose head is not its embedding, would lose its head.
+    """
+    import deepspeed
+
+    tie_weights = PreTrainedModel.tie_weights
+
+    def tie_gathered(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+        pairs = self.all_tied_weights_keys.items()
+        weights = {name: self.get_parameter(name) for pair in pairs for name in pair}
+        with deepspeed.zero.GatheredParameters([weight for weight in weights.values() if hasattr(weight, "ds_id")]):
+            tie_weights(self, *args, **kwargs)
+
+    PreTrainedModel.tie_weights = tie_gathered  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PreTrainedModel.tie_weights = tie_weights  # type: ignore[method-assign]
 
 
 @contextmanager

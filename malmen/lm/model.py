@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.activations import NewGELUActivation
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.integrations.gguf import read_gguf_metadata
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from malmen.config import SPLIT, Config, DataConfig, ModelConfig
@@ -193,6 +194,8 @@ def load_lm(config: ModelConfig | str) -> LanguageModel:
             name, dtype=dtype, output_loading_info=True, **options, **placement
         )
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        if "gguf_file" in options:
+            _write_bos(tokenizer, Path(name, options["gguf_file"]))
     if loading["missing_keys"]:
         missing = ", ".join(sorted(loading["missing_keys"])[:4])
         raise EditError(
@@ -205,6 +208,14 @@ def load_lm(config: ModelConfig | str) -> LanguageModel:
             f"{config.name!r}: give it more GPUs (cluster.lm_gpus, reader.gpus), or a smaller model.dtype"
         )
     return LanguageModel(model if placement else model.to(device), tokenizer, kind)
+
+
+def _write_bos(tokenizer: Any, file: Path) -> None:
+    """Begin texts with BOS if the GGUF file says so, or says nothing and has a SentencePiece vocabulary: llama.cpp's
+    rule. transformers does not read it, and Gemma without BOS writes nonsense."""
+    metadata, _ = read_gguf_metadata(str(file))
+    if metadata.get("tokenizer.ggml.add_bos_token", metadata.get("tokenizer.ggml.model") == "llama"):
+        tokenizer.add_bos_token = True  # writes none if the file names no BOS
 
 
 def _placement(config: ModelConfig, device: torch.device) -> dict[str, Any]:

@@ -50,6 +50,13 @@ def _version(show: bool) -> None:
         raise typer.Exit
 
 
+def _pass_on(record: logging.LogRecord) -> bool:
+    """To the log of all others. DeepSpeed, which transformers imports to save a model, writes its own to standard
+    output, where programs read our JSON."""
+    logging.getLogger().handle(record)
+    return False
+
+
 @app.callback()
 def _options(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="log each stage")] = False,
@@ -60,6 +67,7 @@ def _options(
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
+    logging.getLogger("DeepSpeed").addFilter(_pass_on)
     if not verbose:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # both are read when transformers is imported
     if not sys.stderr.isatty():

@@ -36,13 +36,26 @@ def test_what_is_freed_is_given_back_though_glibc_would_keep_it(way: str, kept: 
     assert int(ran.stdout) in kept
 
 
+def sharded_beside_whole(name: str, dtype: str, folder: Path) -> object:
+    script = Path(__file__).parent.parent / "support" / "sharded_models.py"
+    command = [sys.executable, str(script), name, dtype, str(folder)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
 @pytest.mark.deepspeed
 @pytest.mark.slow  # a process imports DeepSpeed
 def test_a_llama_in_bfloat16_is_the_same_model_sharded_and_whole_at_far_positions(tmp_path: Path) -> None:
-    script = Path(__file__).parent.parent / "support" / "sharded_llama.py"
-    command = [sys.executable, str(script), str(tmp_path)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert ran.returncode == 0, ran.stderr
-    assert json.loads(ran.stdout.splitlines()[-1]) == {
+    assert sharded_beside_whole("llama", "bfloat16", tmp_path) == {
         "equal": True, "buffers": ["torch.float32"], "same_model": True, "weights": "torch.bfloat16",
+    }  # fmt: skip
+
+
+@pytest.mark.deepspeed
+@pytest.mark.slow  # a process imports DeepSpeed
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_t5_whose_head_is_not_its_embedding_keeps_it_when_sharded(dtype: str, tmp_path: Path) -> None:
+    assert sharded_beside_whole("t5", dtype, tmp_path) == {
+        "equal": True, "buffers": [], "same_model": True, "weights": f"torch.{dtype}",
     }  # fmt: skip

@@ -12,8 +12,14 @@ from transformers import LlamaForCausalLM
 from malmen.data.world import WORLD_MODEL
 
 
-def write_llama_gguf(path: Path, model: LlamaForCausalLM, quantised: gguf.GGMLQuantizationType | None = None) -> None:
-    """A Llama with the built-in world's tokens; `quantised` is the type of its matrices, the rest is float32."""
+def write_llama_gguf(
+    path: Path,
+    model: LlamaForCausalLM,
+    quantised: gguf.GGMLQuantizationType | None = None,
+    add_bos: bool | None = None,
+) -> None:
+    """A Llama with the built-in world's tokens; `quantised` is the type of its matrices, the rest is float32.
+    `add_bos`: what the file says of texts; None: nothing."""
     config = model.config
     words = json.loads((WORLD_MODEL / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     vocabulary = sorted(words["vocab"], key=words["vocab"].__getitem__)
@@ -35,6 +41,8 @@ def write_llama_gguf(path: Path, model: LlamaForCausalLM, quantised: gguf.GGMLQu
     writer.add_token_merges([" ".join(merge) for merge in words["merges"]])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
+    if add_bos is not None:
+        writer.add_add_bos_token(add_bos)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name.endswith("q_proj.weight"):

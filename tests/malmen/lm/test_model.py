@@ -176,6 +176,15 @@ def test_a_quantised_gguf_file_is_dequantised_and_its_layers_can_be_edited(tmp_p
         assert not torch.allclose(lm.logits(batch), before)
 
 
+@pytest.mark.parametrize(("add_bos", "first"), [(True, [0]), (False, []), (None, [])])
+def test_a_gguf_file_says_whether_texts_begin_with_bos(add_bos: bool | None, first: list[int], tmp_path: Path) -> None:
+    """transformers does not read it. Gemma's files say yes, SmolLM2's no."""
+    write_llama_gguf(tmp_path / "tiny.gguf", _tiny_llama(), add_bos=add_bos)
+    lm = load_lm(ModelConfig(name=str(tmp_path / "tiny.gguf"), dtype="float32", device="cpu"))
+    text = "Which instrument does Ada play?"
+    assert lm.tokenizer(text)["input_ids"] == first + AutoTokenizer.from_pretrained(WORLD_MODEL)(text)["input_ids"]
+
+
 def test_a_truncated_gguf_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_llama_gguf(path, _tiny_llama())

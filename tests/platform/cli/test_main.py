@@ -180,3 +180,18 @@ print("loaded:", *sorted(heavy & {name.split(".")[0] for name in sys.modules}))
     *commands, loaded = done.stdout.splitlines()
     assert {"malmen", "malmen eval", "malmen sweep run", "malmen experiment report", "malmen serve run"} < set(commands)
     assert loaded == "loaded:"
+
+
+@pytest.mark.deepspeed
+def test_deepspeeds_log_does_not_get_into_the_json_of_a_command() -> None:
+    """transformers imports it to save a model, and on a machine without a GPU it warns of that."""
+    code = """
+from malmen.platform.cli.main import _options
+_options()
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import logger
+get_accelerator()
+logger.warning("beware")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert (done.stdout, "WARNING DeepSpeed: beware" in done.stderr) == ("", True)
