@@ -129,17 +129,23 @@ class EditStream:
             time.sleep(0.05)  # between two looks; the wait is bounded above
 
     def _write(self) -> None:
+        fact: Fact | None = None
         with self.endpoint.client("edit") as client:
             while not self.stop.is_set():
+                key = uuid.uuid4().hex
                 with self._lock:
-                    fact, key = next(self._facts), uuid.uuid4().hex
+                    fact = fact or next(self._facts)
                     self.sent[key] = fact
                 begun = time.monotonic()
                 try:
                     if post(client, fact, key).status_code in (200, 201):
                         self.acknowledged[key] = begun
+                    fact = None
+                except httpx.ConnectError:  # it was never sent: while Ray starts again, no facts are used up
+                    with self._lock:
+                        del self.sent[key]
                 except httpx.HTTPError:
-                    pass
+                    fact = None
                 self.stop.wait(0.3)
 
 

@@ -98,8 +98,8 @@ def test_retrieval_is_evaluated_by_what_the_model_reads(malmen: Malmen) -> None:
     [
         (
             ["--method", "magic"],
-            "unknown method 'magic'; the methods are malmen, mend, ft, memit, memit_history, alphaedit, ultraedit, "
-            "lora, retrieval",
+            "unknown method 'magic'; the methods are malmen, mend, rledit, ft, memit, memit_history, alphaedit, "
+            "ultraedit, lora, retrieval",
         ),
         (["--method", "retrieval"], "retrieval changes no weights, so there is no edit to save"),
         (["--method", "mend"], "--method mend needs a trained editor"),
