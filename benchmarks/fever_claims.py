@@ -88,7 +88,7 @@ def _negations(text: str) -> int:
 
 
 def reversals(split: Split, seed: int) -> list[EditRecord]:
-    """A record for each edited row: its label reversed, one paraphrase, one claim of the unrelated rows."""
+    """A record for each edited row: its label reversed, one paraphrase of it, one of a claim of the unrelated rows."""
     others = split.unrelated
     if not others:
         raise ValueError("no unrelated claims: give a larger share, or more claims")
@@ -97,7 +97,8 @@ def reversals(split: Split, seed: int) -> list[EditRecord]:
     for place, row in enumerate(split.edited):
         answer, other = flipped(row["label"]), order[place % len(order)]
         equivalent = Fact(paraphrase(row, seed), answer)
-        unrelated = Fact(other["claim"], other["label"])
+        # In the same words as an equivalent: else an editor learns to reverse whatever stands in a frame.
+        unrelated = Fact(paraphrase(other, seed), other["label"])
         records.append(EditRecord(Fact(row["claim"], answer), (equivalent,), (unrelated,), str(row.get("id", ""))))
     return records
 
