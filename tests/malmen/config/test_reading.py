@@ -60,6 +60,7 @@ def test_every_shipped_config_is_valid_and_names_no_machine() -> None:
         "llama-3-70b",
         "llama-3-8b",
         "smollm2-135m",
+        "smollm2-135m-32",
         "t5-xl",
     }
     for path in shipped:
