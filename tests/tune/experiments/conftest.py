@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from malmen.methods.registry import METHODS
 from malmen.tune.experiments.settings import ExperimentConfig, load_experiment
 
 SMALL = [
@@ -18,6 +19,7 @@ SMALL = [
 @pytest.fixture(scope="session")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> ExperimentConfig:
     moments = tmp_path_factory.mktemp("moments")
+    methods = f"experiment.methods=[{', '.join(METHODS)}]"  # those too that `fast` leaves out
     return load_experiment(
-        "fast", [*SMALL, f"baselines.memit.cache_dir={moments}", "baselines.memit.corpus_tokens=2000"]
+        "fast", [*SMALL, methods, f"baselines.memit.cache_dir={moments}", "baselines.memit.corpus_tokens=2000"]
     )

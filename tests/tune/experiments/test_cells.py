@@ -10,7 +10,6 @@ import pytest
 from tiny_models import tiny_lm
 
 from malmen.errors import EditError, UsageError
-from malmen.methods.registry import METHODS
 from malmen.tune.experiments.cells import (
     Cell,
     Cells,
@@ -46,7 +45,6 @@ def test_an_editor_is_found_again_with_other_batches(settings: ExperimentConfig)
 
 
 def test_each_experiment_asks_only_for_what_it_needs(settings: ExperimentConfig) -> None:
-    settings = settings.model_copy(update={"methods": list(METHODS)})
     config = base_config(settings)
     wanted = {
         kind: {group.variant.name for group in groups_of(settings, config, {kind})}
