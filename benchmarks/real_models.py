@@ -36,10 +36,10 @@ PROMPTS = {
 
 def find_one(folders: Iterable[Path], pattern: str) -> Path:
     """The one file below the folders whose name matches."""
-    found = sorted({path for folder in folders for path in folder.rglob(pattern)})
-    if len(found) != 1:
-        raise EditError(f"expected one {pattern} below the packages, found {len(found)}: give the unpacked package")
-    return found[0]
+    matches = sorted({path for folder in folders for path in folder.rglob(pattern)})
+    if len(matches) != 1:
+        raise EditError(f"expected one {pattern} below the packages, found {len(matches)}: give the unpacked package")
+    return matches[0]
 
 
 def join_parts(parts: Sequence[Path], out: Path) -> str:

@@ -34,19 +34,19 @@ class Consequences:
 
 def read_consequences(row: Mapping[str, object], subject: str = "") -> Consequences:
     """What the row has of `_FIELDS`. `{}` in a prompt is the subject."""
-    found = Consequences()
+    consequences = Consequences()
     for name in _FIELDS:
         for group, item in _items(name, row.get(name)):
             prompt, answer = _first(_prompt(item)).replace("{}", subject or "{}"), _first(_answer(item))
             stays = group in (*_STAYS, *_PROMPTS) or name == "locality"
             if not prompt.strip() or not (stays or answer.strip()):
-                found.unread[name] = found.unread.get(name, 0) + 1
+                consequences.unread[name] = consequences.unread.get(name, 0) + 1
             elif stays:
-                found.neighbours.append(prompt)
+                consequences.neighbours.append(prompt)
             else:
                 reverses = re.match(r"revers|invers", group, re.IGNORECASE)
-                (found.reversal if reverses else found.portability).append(Fact(prompt, answer))
-    return found
+                (consequences.reversal if reverses else consequences.portability).append(Fact(prompt, answer))
+    return consequences
 
 
 def _items(name: str, value: object) -> Iterator[tuple[str, object]]:

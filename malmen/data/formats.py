@@ -243,15 +243,15 @@ def _parse_malmen(row: ParsedRow) -> EditRecord:
 
 def _with_consequences(row: ParsedRow, record: EditRecord, subject: str = "") -> EditRecord:
     """The record with what a row of a public benchmark says of what follows and of what stays."""
-    found = read_consequences(row.values, subject)
-    for name, number in found.unread.items():
+    consequences = read_consequences(row.values, subject)
+    for name, number in consequences.unread.items():
         message = f"{number} of its items have no prompt or no answer and are left out"
         row.complain(name, message, "Complete them, or leave them out of the file.", "warning")
     record = replace(
         record,
-        portability=tuple(found.portability),
-        reversal=tuple(found.reversal),
-        neighbours=tuple(dict.fromkeys(found.neighbours)),
+        portability=tuple(consequences.portability),
+        reversal=tuple(consequences.reversal),
+        neighbours=tuple(dict.fromkeys(consequences.neighbours)),
     )
     return replace(record, neighbours=_staying(record))
 
