@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from malmen.lm.devices import release_freed_memory
 from malmen.lm.key_moments import KeySums, layers_at_once
 from malmen.lm.layers import LayerSpec
 from malmen.lm.losses import kl, nll
-from malmen.lm.model import LanguageModel
 from malmen.lm.overlay import Overlay, edited
 from malmen.lm.stem import (
     Height,
@@ -34,6 +33,9 @@ from malmen.lm.stem import (
 )
 from malmen.lm.trace import LayerTrace, Traces, trace
 from malmen.runs.fact_cache import FactCache
+
+if TYPE_CHECKING:
+    from malmen.lm.model import LanguageModel
 
 _PAIRS_AT_ONCE = 256  # whose keys are held together
 _DUAL_RATE = 0.03  # of log λ_loc, per step and factor e of KL over its target

@@ -7,14 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from malmen.config import Config
 from malmen.data.tokens import MetaBatch
 from malmen.editor import Editor
 from malmen.errors import EditError
-from malmen.lm.model import LanguageModel
 from malmen.lm_side import Caches, LMSide, records_of
+
+if TYPE_CHECKING:
+    from malmen.lm.model import LanguageModel
 
 _FIRST_STEPS = 20  # after which an editor is expected to have learnt something
 _HARDLY = 0.01  # a relative change that counts as none

@@ -99,6 +99,12 @@ def test_what_the_ingress_imports_loads_no_torch_so_it_is_small_and_soon_back() 
     assert run_python(code, cwd=ROOT).strip() == "False"
 
 
+@pytest.mark.slow  # a fresh interpreter imports torch and ray
+def test_a_hypernet_actor_loads_no_transformers_so_it_starts_in_a_third_of_the_time() -> None:
+    code = "import sys, malmen.platform.hypernet_actor; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    assert run_python(code, cwd=ROOT).strip() == "True False"
+
+
 def test_malmen_and_its_rooms_are_found_from_anywhere(tmp_path: Path) -> None:
     code = "import malmen.platform, malmen.tune, malmen.serve; print(malmen.__version__)"
     assert run_python(code, cwd=tmp_path) == run_python(code, cwd=ROOT) != ""

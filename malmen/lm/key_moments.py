@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -22,8 +22,10 @@ from malmen.data.tokens import EncodedFact, TokenBatch, make_batches
 from malmen.errors import EditError
 from malmen.lm.hooks import hooked
 from malmen.lm.layers import LayerSpec
-from malmen.lm.model import LanguageModel
 from malmen.lm.trace import rows_at
+
+if TYPE_CHECKING:
+    from malmen.lm.model import LanguageModel
 
 _SUMS_BYTES = 4 * 2**30  # of sums held at once; the texts are read again for the layers beyond it
 _TEXTS_AT_ONCE = 256  # given to the tokenizer in one call

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,9 @@ from torch.nn import functional as F
 from malmen.errors import EditError
 from malmen.lm.hooks import innermost_forward, replaced_forward
 from malmen.lm.layers import is_conv1d, is_linear, layer_sizes
-from malmen.lm.model import LanguageModel
+
+if TYPE_CHECKING:
+    from malmen.lm.model import LanguageModel
 
 Shifts = Mapping[str, Tensor]  # layer name -> S (value, key)
 

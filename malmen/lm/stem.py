@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from malmen.data.tokens import EncodedFact, TokenBatch
 from malmen.lm.hooks import hooked, replaced_forward
 from malmen.lm.layers import LayerSpec
-from malmen.lm.model import LanguageModel
 from malmen.runs.fact_cache import FactCache
+
+if TYPE_CHECKING:
+    from malmen.lm.model import LanguageModel
 
 Height = dict[str, int]  # by stack: a number of its blocks, from below
 
