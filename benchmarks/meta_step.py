@@ -2,8 +2,8 @@
 
     python benchmarks/meta_step.py --model gpt2 --edits 64 [--dtype bfloat16] [--rows zsre.jsonl --tokenizer DIR]
 
-FLOPs are those executed by matrix products (torch's own counter), as a share of the rate of a large
-float32 product measured in the same run.
+FLOPs are those executed by matrix products (torch's own counter), as a share of the rate of a large float32 product
+measured in the same run, by what the step multiplies with (`gemm_gflops`) and by torch's BLAS (`blas_gflops`).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from malmen.data.tokens import EncodedFact, FactEncoder
 from malmen.editor import Editor
 from malmen.lm.layers import find_layers
 from malmen.lm.model import LanguageModel
+from malmen.lm.products import use_float32_products
 from malmen.meta import MetaBatch, StepReport, meta_step
 
 SHAPES: dict[str, Any] = {
@@ -96,10 +97,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         torch.set_num_threads(args.threads)
     config = Config.model_validate(
         {
+            "model": {"float32_products": args.float32_products},
             "editor": {"layers": args.layers, "rank": args.rank},
             "batch": {"token_budget": args.token_budget, "hypernet_rows": args.hypernet_rows},
         }
     )
+    blas = gemm_rate()
+    use_float32_products(config.model)
     model = AutoModelForCausalLM.from_config(SHAPES[args.model]()).to(getattr(torch, args.dtype))
     lm = LanguageModel(model, None, "decoder")
     vocabulary = int(lm.model.get_submodule("").config.vocab_size)  # type: ignore[union-attr]
@@ -126,6 +130,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
         "gflop_per_step": round(flops / 1e9, 1),
         "gemm_gflops": round(rate / 1e9, 1),
+        "blas_gflops": round(blas / 1e9, 1),
         "share_of_gemm_rate": round(flops / typical / rate, 3),
         "answer_tokens": sum(len(fact.targets) for fact in batches[-1].edits),
         "rank": args.rank,
@@ -138,6 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(SHAPES), default="gpt2")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the language model")
+    parser.add_argument("--float32-products", choices=("auto", "blas", "onednn"), default="auto")
     parser.add_argument("--edits", type=int, default=64)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--layers", default="last:6")

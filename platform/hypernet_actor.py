@@ -25,6 +25,7 @@ from malmen.config import Config
 from malmen.editor import Editor, Solved, seeded_editor
 from malmen.lm.devices import exhausted, peak_memory_mb, resolve_device
 from malmen.lm.layers import LayerSpec
+from malmen.lm.products import use_float32_products
 from malmen.lm.trace import LayerTrace, Traces
 from malmen.meta import Stopwatch
 from malmen.platform.cluster import on_given_gpu
@@ -69,6 +70,7 @@ class HypernetActor:
 
     def __init__(self, config: Config, layers: list[LayerSpec], threads: int) -> None:
         torch.set_num_threads(threads)
+        use_float32_products(config.model)
         self.config, self.layers = config, layers
         self.device = resolve_device(on_given_gpu(config.model))
         torch.backends.cuda.matmul.allow_tf32 = config.editor.tf32  # slices stay exact: TF32 holds integers up to 2¹¹

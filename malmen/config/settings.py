@@ -31,6 +31,11 @@ class ModelConfig(Section):
         default="auto",
         description="`auto`: bfloat16 on a GPU that has it, and on a CPU that is 1.5 times as fast in it, else float32",
     )
+    float32_products: Literal["auto", "blas", "onednn"] = Field(
+        default="auto",
+        description="what multiplies float32 matrices on a CPU: torch's BLAS, or oneDNN; `auto`: oneDNN where it is "
+        "1.5 times as fast, as on AMD CPUs. Results differ by rounding",
+    )
 
 
 class EditorConfig(Section):

@@ -36,6 +36,7 @@ from malmen.errors import EditError
 from malmen.lm.devices import limit_kernel_cache, resolve_device, resolve_dtype
 from malmen.lm.hooks import hooked
 from malmen.lm.layers import find_stacks
+from malmen.lm.products import use_float32_products
 
 LARGE = 1e9  # parameters; a CPU is too slow for more
 
@@ -185,6 +186,7 @@ def _fuse_activations(model: nn.Module) -> None:
 def load_lm(config: ModelConfig | str) -> LanguageModel:
     """Load a model from a local folder, a hub name, a GGUF file, or `builtin`. EditError if it cannot be loaded."""
     config = ModelConfig(name=config) if isinstance(config, str) else config
+    use_float32_products(config)
     name, options = _location(config)
     device, dtype = resolve_device(config), model_dtype(config)
     placement = _placement(config, device)

@@ -15,6 +15,7 @@ from malmen.errors import EditError, UsageError
 from malmen.measure.protocol import as_records
 from malmen.methods.registry import METHODS
 from malmen.platform.cli.options import (
+    PLACEMENT,
     REGISTRY,
     AsJson,
     Deployed,
@@ -190,11 +191,11 @@ def check_method(method: str | None, editor: str | None, config: str | None, ove
     trained = method is None or METHODS[method].trained
     if trained and editor is None:
         raise UsageError(f"--method {method or 'malmen'} needs a trained editor: --editor RUN")
-    only_placement = all(override.startswith(("model.device=", "model.dtype=")) for override in overrides)
+    only_placement = all(override.startswith(tuple(f"{key}=" for key in PLACEMENT)) for override in overrides)
     if trained and (config or not only_placement):
         raise UsageError(
             "a trained editor brings its own settings: --config and key=value are for other methods, "
-            "except model.device and model.dtype"
+            f"except {', '.join(PLACEMENT)}"
         )
     if config and editor:
         raise UsageError("--config and --editor exclude each other: the settings are those of one of them")

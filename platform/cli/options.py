@@ -16,15 +16,16 @@ REGISTRY = "models:/"  # before the name of an editor in MLflow's registry
 
 ConfigName = Annotated[str, typer.Argument(help="a YAML file, or a shipped config (`malmen configs` lists them)")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="settings as key=value, e.g. training.steps=100")]
+PLACEMENT = ("model.device", "model.dtype", "model.float32_products")  # settings that leave an editor what it is
+_ONLY_PLACEMENT = f"only {'=…, '.join(PLACEMENT)}=…"
 PlacementOverrides = Annotated[
-    list[str] | None,
-    typer.Argument(help="only model.device=… and model.dtype=…; all other settings are the editor's"),
+    list[str] | None, typer.Argument(help=f"{_ONLY_PLACEMENT}; all other settings are the editor's")
 ]
 MethodOverrides = Annotated[
     list[str] | None,
     typer.Argument(
-        help="settings as key=value: with a trained editor only model.device=… and model.dtype=…; with a --method that "
-        "needs no --editor any, e.g. baselines.ft.epochs=10 (`malmen settings` lists them)"
+        help=f"settings as key=value: with a trained editor {_ONLY_PLACEMENT}; with a --method that needs no --editor "
+        "any, e.g. baselines.ft.epochs=10 (`malmen settings` lists them)"
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON on standard output")]

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from malmen.config import Config
+from malmen.lm.products import use_float32_products
 from malmen.platform.plan.data import StepFacts, count_traced, step_facts
 from malmen.platform.plan.devices import Devices, find_devices, planned_dtype
 from malmen.platform.plan.hypernet import Equation, find_equations, rehearse_hypernet
@@ -115,6 +116,7 @@ class Planner:
 
     def plan(self, config: Config) -> Plan:
         """What a run of this config will need."""
+        use_float32_products(config.model)  # rates are those of the run
         options, devices = self.options, self._devices(config)
         dtype = planned_dtype(config, devices.lm)
         if config.cluster.overlap is None:  # as cluster.size_roles decides

@@ -106,7 +106,10 @@ def test_retrieval_is_evaluated_by_what_the_model_reads(malmen: Malmen) -> None:
         ([], "--method malmen needs a trained editor"),
         (["--editor", "x", "--config", "builtin", "--method", "ft"], "--config and --editor exclude each other"),
         (["--editor", "x", "seed=3"], "brings its own settings"),
-        (["--editor", "x", "model.device=cpu", "model.name=y"], "except model.device and model.dtype"),
+        (
+            ["--editor", "x", "model.device=cpu", "model.name=y"],
+            "except model.device, model.dtype, model.fl",
+        ),
         (["--method", "ft", "baselines.ft.epoch=1"], "unknown key 'baselines.ft.epoch'"),
         (["--method", "ft", "--config", "nothing"], "no config 'nothing'"),
     ],

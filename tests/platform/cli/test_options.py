@@ -33,10 +33,10 @@ def test_a_file_is_found_by_its_path_before_a_shipped_one_of_that_name(tmp_path:
 
 @pytest.mark.parametrize("command", ["edit", "eval", "capacity"])
 def test_settings_that_the_help_names_are_accepted(command: str) -> None:
-    examples = re.findall(r"[a-z]+(?:\.[a-z_]+)+=\w*", help_of(command, "overrides"))
+    examples = re.findall(r"[a-z]+(?:\.[a-z0-9_]+)+=\w*", help_of(command, "overrides"))
     placement = [example for example in examples if example.startswith("model.")]
     others = [example for example in examples if example not in placement]
-    assert placement == ["model.device=", "model.dtype="]
+    assert placement == ["model.device=", "model.dtype=", "model.float32_products="]
     check_method(None, "RUN", None, placement)
     assert bool(others) == (command != "capacity")  # which has no --method
     check_method("ft", None, None, others)
