@@ -52,6 +52,20 @@ def _share(limit: int | None, parts: int) -> int | None:
     return None if limit is None else max(1, limit // parts)
 
 
+def recurring_kinds(config: Config, num_records: int) -> tuple[str, ...]:
+    """The kinds of facts that a run of so many training records draws again, on average, or another run does."""
+    training, builtin = config.training, config.data.train == "builtin"
+    if config.batch.cache_dir is not None:
+        return KINDS
+    low, high = training.min_edits or training.num_edits, training.num_edits
+    edits = high if low >= high else (high - low) / math.log(high / low)  # per step, on average
+    if training.steps * edits > num_records:
+        return ("unrelated",) if builtin else KINDS  # every epoch edits the built-in world with new answers
+    texts = training.unrelated_per_step or edits * training.unrelated_per_edit
+    own = config.data.unrelated != "given" and training.steps * texts > config.own_text.texts
+    return ("unrelated",) if own else ()
+
+
 class OwnText(NamedTuple):
     """A text that the unedited model has written after a prompt."""
 
@@ -86,11 +100,7 @@ class Sampler:
 
     def recurring(self) -> tuple[str, ...]:
         """The kinds of facts that return, in this run or another, so that caching them saves work."""
-        one_run = self.config.batch.cache_dir is None
-        if one_run and self.config.training.steps <= self.steps_per_epoch:
-            return ()
-        # Every epoch edits the built-in world with new answers.
-        return ("unrelated",) if one_run and self.config.data.train == "builtin" else KINDS
+        return recurring_kinds(self.config, len(self.records(0)))
 
     def caches(self, base_model: str, dtype: torch.dtype) -> dict[str, FactCache]:
         """One cache, within the config's budget, by each kind of fact that recurs.

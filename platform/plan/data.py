@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from malmen.config import Config
 from malmen.data.readers import read_records
 from malmen.data.records import EditRecord, Fact
+from malmen.data.sampling import recurring_kinds
 from malmen.data.tokens import EncodedFact, Kind
 from malmen.data.world import WORLD_MODEL, world_records
 from malmen.lm.layers import LayerSpec
@@ -46,10 +47,8 @@ class StepFacts:
         return {"edits": self.edits, "equivalents": self.equivalents, "unrelated": self.unrelated}
 
     def recurring(self, config: Config) -> tuple[str, ...]:
-        """The kinds whose facts recur within the run (Sampler.recurring); of unknown records none is known to."""
-        if not self.num_records or config.training.steps <= self.num_records // config.training.num_edits:
-            return ()
-        return ("unrelated",) if config.data.train == "builtin" else tuple(self.by_kind)
+        """The kinds whose facts recur within the run; of unknown records none is known to."""
+        return recurring_kinds(config, self.num_records) if self.num_records else ()
 
     def recurring_tokens(self, config: Config, kind: str) -> float:
         """Tokens of all different facts of a kind that the run will draw, roughly."""

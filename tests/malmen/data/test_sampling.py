@@ -4,10 +4,10 @@ import pytest
 from small_runs import make_config
 from transformers import AutoTokenizer
 
-from malmen.config import Config
+from malmen.config import Config, load_config
 from malmen.data.near_misses import NearMisses, Question
 from malmen.data.records import EditRecord, Fact
-from malmen.data.sampling import OwnText, Sampler, preserved_facts
+from malmen.data.sampling import KINDS, OwnText, Sampler, preserved_facts, recurring_kinds
 from malmen.data.splits import training_records
 from malmen.data.tokens import EncodedFact, FactEncoder
 from malmen.data.world import WORLD_MODEL, world_records
@@ -234,3 +234,21 @@ def test_a_trajectory_has_the_facts_of_its_step_in_batches_that_change_nothing_o
     assert [len(batch.edits) for batch in _sampler(lm, make_config(num_edits=3)).trajectory(0, 8)] == [1, 1, 1]
     few = _sampler(lm, make_config(num_edits=40, equivalents_per_step=16, unrelated_per_step=9)).trajectory(0, 8)
     assert [(len(batch.equivalents), len(batch.unrelated)) for batch in few] == [(2, 1)] * 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "kinds"),
+    [
+        (["training.num_edits=10", "training.steps=10"], ()),  # each of the 100 records once
+        (["training.num_edits=10", "training.steps=11"], KINDS),
+        (["training.num_edits=64", "training.min_edits=2", "training.steps=5"], ()),  # 18 edits a step on average
+        (["training.num_edits=64", "training.min_edits=2", "training.steps=6"], KINDS),
+        (["training.num_edits=10", "training.steps=2", "batch.cache_dir=shared"], KINDS),
+        (["training.num_edits=10", "training.steps=5", "data.unrelated=self", "own_text.texts=50"], ()),
+        (["training.num_edits=10", "training.steps=6", "data.unrelated=self", "own_text.texts=50"], ("unrelated",)),
+        (["training.num_edits=10", "training.steps=11", "data.train=builtin"], ("unrelated",)),
+    ],
+)
+def test_only_kinds_of_facts_that_are_drawn_again_are_kept(settings: list[str], kinds: tuple[str, ...]) -> None:
+    config = load_config(None, ["data.train=own.jsonl", *settings])
+    assert recurring_kinds(config, 100) == kinds
