@@ -117,8 +117,8 @@ def evaluate(
     generate: bool = True, own_texts: int = 0, residual: float | None = None, rewrite: Rewrite | None = None,
     predict: Predict | None = None, on_progress: OnProgress | None = None,
 ) -> Evaluation:  # fmt: skip
-    """Measure an edit of these records' facts, beside the unedited model; with `generate`, also along so many of its
-    own texts in each form of prompts.
+    """Measure an edit of these records' facts, beside the unedited model; also along so many of its own texts in each
+    form of prompts.
 
     `rewrite` says what the edited model reads in place of each prompt. `predict` replaces `predict_tokens`.
     `on_progress` counts answers: each fact is asked before and after the edit, teacher-forced and, with `generate`,
@@ -128,7 +128,7 @@ def evaluate(
     encoder, budget = fact_encoder(lm, data), config.batch.token_budget
     questions = _questions(encoder, records)
     generate = generate and lm.kind != "classifier"
-    along = own_texts if generate else 0
+    along = 0 if lm.kind == "classifier" else own_texts
     passes = (4 if generate else 2) + (3 if along else 0)
 
     def answers(questions: Sequence[_Question], first_pass: int) -> list[_Answer]:

@@ -185,18 +185,20 @@ def evaluate_editor(
     *,
     edits: int | None = None,
     generate: bool = True,
+    own_texts: int | None = None,
     in_context: bool = False,
     deployed: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Evaluation:
     """Edit the first held-out records all at once, and evaluate the edit; on demand also behind other text, and by the
-    answers that a user of the deployed model gets."""
+    answers that a user of the deployed model gets. `own_texts`, by default 48 with `generate` and none without."""
     chosen = check_enough(records, edits or config.training.eval_edits or config.training.num_edits)
     solved, parts = editor.edit(lm, edits_of(chosen)), 1 + in_context + deployed
     rewrite = rewrite_of(solved)
+    along = own_texts if own_texts is not None else OWN_TEXTS if generate else 0
     evaluation = evaluate(
         lm, chosen, solved.shifts, config,
-        generate=generate, own_texts=OWN_TEXTS, residual=solved.mean_residual(), rewrite=rewrite,
+        generate=generate, own_texts=along, residual=solved.mean_residual(), rewrite=rewrite,
         on_progress=part_of(on_progress, 0, parts),
     )  # fmt: skip
     if in_context:
@@ -221,6 +223,7 @@ def evaluate_sets(
     sets: int,
     edits: int,
     generate: bool = True,
+    own_texts: int | None = None,
     in_context: bool = False,
     deployed: bool = False,
     on_progress: OnProgress | None = None,
@@ -232,7 +235,8 @@ def evaluate_sets(
         part, progress = chosen[number * edits : (number + 1) * edits], part_of(on_progress, number, sets)
         evaluation = evaluate_editor(
             lm, editor, part, config,
-            edits=edits, generate=generate, in_context=in_context, deployed=deployed, on_progress=progress,
+            edits=edits, generate=generate, own_texts=own_texts, in_context=in_context, deployed=deployed,
+            on_progress=progress,
         )  # fmt: skip
         evaluations.append(evaluation)
     return evaluations

@@ -120,6 +120,7 @@ def evaluate(
     slow_import("malmen.training")
     from malmen.data.readers import read_records
     from malmen.data.splits import validation_records
+    from malmen.evaluate import OWN_TEXTS
     from malmen.training import evaluate_sets
 
     loaded = load_method(method, editor, config, overrides or [], model)
@@ -130,7 +131,7 @@ def evaluate(
     with counted(f"editing {sets} × {number} records and measuring") as on_progress:
         evaluations = evaluate_sets(
             loaded.lm, loaded.method, held_out, settings,
-            sets=sets, edits=number, generate=generate, in_context=in_context, deployed=deployed,
+            sets=sets, edits=number, generate=generate, own_texts=OWN_TEXTS, in_context=in_context, deployed=deployed,
             on_progress=on_progress,
         )  # fmt: skip
     if as_json:

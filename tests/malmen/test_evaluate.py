@@ -48,6 +48,16 @@ def test_a_prompt_that_leaves_room_for_its_own_answer_is_measured_beside_longer_
     assert len(encoder.encode(full).input_ids) >= encoder.max_length - 1
 
 
+def test_drift_is_the_same_with_generated_answers_and_without(lm: LanguageModel) -> None:
+    records, shifts = world_records("validation")[:3], _shifts(lm, 0.15)
+    alone, beside = (
+        evaluate(lm, records, shifts, make_config(), generate=wanted, own_texts=4) for wanted in (False, True)
+    )
+    assert alone.drift == beside.drift != {}
+    assert alone.floor == beside.floor != {}
+    assert evaluate(lm, records, shifts, make_config(), generate=False).drift == {}
+
+
 @pytest.mark.slow
 def test_a_generated_answer_counts_as_ended_only_where_the_text_ends_after_it(lm: LanguageModel) -> None:
     """The built-in model says an instrument and stops, so the first word of two is right and goes on."""

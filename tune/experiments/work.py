@@ -101,7 +101,8 @@ def _measure(
         residual = sum_residual(method, trace(lm, method.layers, batches, config.editor.tokens))
     evaluation = evaluate(
         lm, records, shifts, config,
-        generate=settings.generate, own_texts=settings.own_texts, residual=residual, rewrite=rewrite,
+        generate=settings.generate, own_texts=settings.own_texts if settings.generate else 0, residual=residual,
+        rewrite=rewrite,
     )  # fmt: skip
     scores, failures = evaluation.scores(), _failures(evaluation, settings.failures)
     return {"scores": scores, "score": score(scores), "edit_seconds": seconds, "failures": failures}

@@ -51,7 +51,9 @@ def test_edit_reports_each_fact_and_generate_shows_before_and_after(
 
 def test_eval_takes_the_number_of_edits(malmen: Run, trained: Path) -> None:
     code, out, _ = malmen("eval", "--editor", trained, "--edits", 10, "--json", "--no-generate")
-    assert (code, json.loads(out)["edits"]) == (0, 10)
+    scores = json.loads(out)
+    assert (code, scores["edits"], scores["edit_success_generated"]) == (0, 10, None)
+    assert scores["own_raw_kl"] >= 0  # the drift takes a second, and is measured all the same
     code, out, _ = malmen("eval", "--editor", trained, "--edits", 10, "--sets", 3, "--json", "--no-generate")
     found = json.loads(out)
     assert (code, len(found["sets"])) == (0, 3)
