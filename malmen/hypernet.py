@@ -116,8 +116,8 @@ class _AddPositive(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         change, negative, scale, layers = ctx.saved_tensors
         added_grad = grad.masked_fill(negative, 0)
-        shift_grad = torch.zeros_like(scale).index_put_((layers,), added_grad, accumulate=True)
-        scale_grad = torch.zeros_like(scale).index_put_((layers,), added_grad * change, accumulate=True)
+        members = nn.functional.one_hot(layers, len(scale)).to(grad).T  # (layers, tokens): products with it are sums
+        shift_grad, scale_grad = members @ added_grad, members @ (added_grad * change)
         return grad, added_grad.mul_(scale[layers]), scale_grad, shift_grad, None
 
 
