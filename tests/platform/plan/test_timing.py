@@ -80,6 +80,7 @@ def test_solve_and_hypernet_are_the_network_and_the_normal_equation(edits: int, 
     kept = layers * tokens <= rows
     forward = layers * tokens * blocks * 4 * features * rank
     backward = 2 * forward - layers * tokens * 2 * features * rank  # the features themselves take no gradient
+    backward += blocks * 2 * (2 * layers * layers * tokens * features)  # of scale and shift, sums by layer
     if tokens < KEY:  # the dual form
         gram, cross, cholesky = 2 * tokens**2 * KEY, 2 * tokens * VALUE * KEY, tokens**3 / 3
         solve = 2 * tokens**2 * VALUE
