@@ -7,6 +7,7 @@ their results differ by rounding only.
 
 from __future__ import annotations
 
+import math
 import warnings
 from functools import cache, partial
 from timeit import repeat
@@ -18,6 +19,7 @@ from malmen.config import ModelConfig
 
 _WORTH_IT = 1.5  # times as fast, to leave torch's own way
 _SMALLEST = 2**20  # multiplications of a product, below which the call costs more than it saves
+_NARROWEST = 16  # size of a matrix, below which it is rather a vector, and the BLAS is faster
 
 
 class _Choice:
@@ -70,14 +72,21 @@ def _addmm(bias: Tensor, left: Tensor, right: Tensor, beta: float = 1, alpha: fl
 
 
 def _is_for_onednn(left: Tensor, right: Tensor) -> bool:
-    size = left.shape[0] * left.shape[1] * right.shape[1]
-    return _Choice.onednn and left.dtype == right.dtype == torch.float32 and size >= _SMALLEST
+    sizes = *left.shape, right.shape[1]
+    large = min(sizes) >= _NARROWEST and math.prod(sizes) >= _SMALLEST
+    return _Choice.onednn and large and left.dtype == right.dtype == torch.float32
 
 
 def _by_onednn(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """left @ right + bias, of matrices in any layout."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.T, bias, "none", [], "")
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(_dense(left), _dense(right).T, bias, "none", [], "")
     return product
+
+
+def _dense(matrix: Tensor) -> Tensor:
+    """The matrix without gaps between its rows or columns. For a slice of a wider one oneDNN has no fast kernel: it
+    falls back to a reference that takes a thousand times as long."""
+    return matrix if matrix.is_contiguous() or matrix.T.is_contiguous() else matrix.contiguous()
 
 
 def _by_blas(left: Tensor, right: Tensor) -> Tensor:

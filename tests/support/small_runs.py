@@ -23,7 +23,10 @@ def make_config(**training: object) -> Config:
 
 
 # the same on the command line
-SMALL = ["rank=8", "layers=last:2", "training.steps=3", "num_edits=4", "eval_edits=4", "eval_every=0"]
+SMALL = [
+    *["rank=8", "layers=last:2", "training.steps=3", "num_edits=4", "eval_edits=4", "eval_every=0"],
+    *["own_text.texts=32", "preserved_facts=64"],
+]
 
 # the built-in world's config with the paper's equation, and all of a step's given facts
 PLAIN = [

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,13 +40,20 @@ def onednn() -> Iterator[None]:
     multiply_with("blas")
 
 
-@pytest.mark.parametrize("left_is_turned", [False, True])
-@pytest.mark.parametrize("right_is_turned", [False, True])
-def test_products_of_any_layout_are_those_of_float64_to_rounding(left_is_turned: bool, right_is_turned: bool) -> None:
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda matrix: matrix,
+    "columns": lambda matrix: matrix.T.contiguous().T,
+    "a slice": lambda matrix: torch.nn.functional.pad(matrix, (8, 20))[:, 8:-20],
+    "a slice of columns": lambda matrix: torch.nn.functional.pad(matrix.T, (8, 20))[:, 8:-20].T,
+}
+
+
+@pytest.mark.parametrize("left_layout", LAYOUTS)
+@pytest.mark.parametrize("right_layout", LAYOUTS)
+def test_products_of_any_layout_are_those_of_float64_to_rounding(left_layout: str, right_layout: str) -> None:
     left, right, bias = matrices()
     exact = left.double() @ right.double()
-    left = left.T.contiguous().T if left_is_turned else left
-    right = right.T.contiguous().T if right_is_turned else right
+    left, right = LAYOUTS[left_layout](left), LAYOUTS[right_layout](right)
     for product, wanted in (
         (left @ right, exact),
         (torch.addmm(bias, left, right), exact + bias.double()),
@@ -89,3 +100,23 @@ def test_by_itself_a_process_multiplies_with_what_is_faster() -> None:
     chosen = left @ right
     multiply_with("onednn" if onednn_gain() >= 1.5 else "blas")
     assert torch.equal(chosen, left @ right)
+
+
+@pytest.mark.slow  # a fresh interpreter imports torch
+def test_no_layout_falls_back_to_onednns_slow_reference() -> None:
+    """Which takes a thousand times as long; oneDNN says which of its kernels it runs."""
+    code = """
+from test_products import LAYOUTS, matrices, multiply_with
+multiply_with("onednn")
+left, right, bias = matrices()
+for turn_left in LAYOUTS.values():
+    for turn_right in LAYOUTS.values():
+        turn_left(left) @ turn_right(right)
+"""
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "ONEDNN_VERBOSE": "1", "PYTHONPATH": path}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    kernels = [line.split(",")[6] for line in ran.stdout.splitlines() if ",exec," in line and "reorder" not in line]
+    assert len(kernels) >= len(LAYOUTS) ** 2  # the test of which library is faster comes before
+    assert [kernel for kernel in kernels if "ref" in kernel] == []
