@@ -20,7 +20,13 @@ from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
-from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ReplicaState
+from ray.serve.schema import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    DeploymentStatus,
+    DeploymentStatusTrigger,
+    ReplicaState,
+)
 
 from malmen.config import SPLIT
 from malmen.errors import EditError, RunStopped, UsageError
@@ -229,7 +235,7 @@ def start_endpoint(settings: ServeConfig, host: str, port: int, stopped: threadi
     while (application := serve.status().applications.get(APPLICATION)) is None or (
         application.status != ApplicationStatus.RUNNING
     ):
-        if application and application.status == ApplicationStatus.DEPLOY_FAILED:
+        if application and has_failed(application):
             raise EditError(f"the endpoint did not start: {_reason(application)}")
         if time.monotonic() > ends:
             reason = application and (_reason(application) or application.status)
@@ -237,6 +243,15 @@ def start_endpoint(settings: ServeConfig, host: str, port: int, stopped: threadi
         if stopped.wait(0.2):
             raise RunStopped("stopped before the endpoint had started")
     return f"http://{host}:{port}"
+
+
+def has_failed(application: ApplicationStatusOverview) -> bool:
+    """Whether a start has come to its end. A replica that was lost meanwhile is no end: Serve starts another."""
+    failed = [one for one in application.deployments.values() if one.status == DeploymentStatus.DEPLOY_FAILED]
+    only_lost = bool(failed) and all(
+        one.status_trigger == DeploymentStatusTrigger.HEALTH_CHECK_FAILED for one in failed
+    )
+    return application.status == ApplicationStatus.DEPLOY_FAILED and not only_lost
 
 
 def _reason(application: ApplicationStatusOverview) -> str:
