@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from malmen.config import ModelConfig
+from malmen.errors import UsageError
 
 _WORTH_IT = 1.5  # times as fast, to leave torch's own way
 _SMALLEST = 2**20  # multiplications of a product, below which the call costs more than it saves
@@ -31,6 +32,10 @@ class _Choice:
 def use_float32_products(config: ModelConfig) -> None:
     """Multiply as `model.float32_products` says, from now on and everywhere in this process."""
     wanted = config.float32_products
+    if wanted == "onednn" and not onednn_gain():
+        raise UsageError(
+            "model.float32_products is `onednn`, but this torch was built without it; use `auto` or `blas`"
+        )
     _Choice.onednn = wanted == "onednn" or (wanted == "auto" and onednn_gain() >= _WORTH_IT)
     if _Choice.onednn:
         _replace_kernels()

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from malmen.config import ModelConfig
+from malmen.errors import UsageError
 from malmen.lm.products import onednn_gain, use_float32_products
 
 pytestmark = pytest.mark.skipif(onednn_gain() == 0, reason="this torch has no oneDNN")
@@ -100,6 +101,13 @@ def test_by_itself_a_process_multiplies_with_what_is_faster() -> None:
     chosen = left @ right
     multiply_with("onednn" if onednn_gain() >= 1.5 else "blas")
     assert torch.equal(chosen, left @ right)
+
+
+def test_a_torch_without_onednn_says_so_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("malmen.lm.products.onednn_gain", lambda: 0.0)
+    with pytest.raises(UsageError, match=r"built without it; use `auto` or `blas`"):
+        multiply_with("onednn")
+    multiply_with("auto")
 
 
 @pytest.mark.slow  # a fresh interpreter imports torch
